@@ -29,6 +29,7 @@ from burst_portable.integrations.transformers.full_batches.division import divid
 from burst_portable.integrations.transformers.full_batches.outputs import Outputs, full_output, requested_outputs
 from burst_portable.integrations.transformers.full_batches.text_model import divide
 from burst_portable.integrations.transformers.layers.dropout_streams import DropoutStreams
+from burst_portable.integrations.transformers.layers.entry_modules import check_called
 from burst_portable.integrations.transformers.layouts import Layouts
 from burst_portable.integrations.transformers.loss import (
     RouterCheck,
@@ -94,6 +95,7 @@ class ModelCalls:
         # Attentions of the last successful call.
         self._attentions: int = getattr(self._facts.text.config, "num_hidden_layers", 0)
         self._hooks: list[Any] = []
+        self._entries: dict[str, str] = {}  # see `entries_to_call`
         self._depends_on_length, self._scales_by_row = False, False  # see `ShardedModel`
         self.dropout = DropoutStreams(self._facts.text, mesh.rank)
         self._forget_calls()
@@ -103,6 +105,8 @@ class ModelCalls:
         self._outputs: Outputs | None = None  # of the running call, with full batches
         self.call: CallSequence | None = None
         self.attended, self.attending = 0, False
+        self.tokens_of_call: tuple[int, int] | None = None  # rows and tokens of this rank in the last call
+        self.called_entries: set[str] = set()  # see `entry_modules`: those whose inputs were checked
         self.attention_modules: set[int] = set()  # identities of those that attended in the running call
         self._attention_check = AttentionCheck()
         self._running: RunningCall | None = None
@@ -167,6 +171,7 @@ class ModelCalls:
             raise
         if not self._facts.has_parts:
             sequence = sequence._replace(dropout_seed=self.dropout.begin())
+            self.tokens_of_call = _tokens_of(kwargs)
         self.call, self._running, self.attended, self.attending = sequence, running, 0, False
         self.attention_modules.clear()
         return (), kwargs | undivided
@@ -190,6 +195,7 @@ class ModelCalls:
             positions = (positions + padding.to(device).unsqueeze(1)) % self.call.seq_len
         divided = divide(kwargs, module, positions, self.mesh, self.call.layout)
         self.call = self.call._replace(dropout_seed=self.dropout.begin())
+        self.tokens_of_call = _tokens_of(divided)
         return (), divided | ({"use_cache": False} if takes(module, "use_cache") else {})
 
     @never_compiled("a pair of `_enter_text`")
@@ -343,6 +349,7 @@ class ModelCalls:
         self._attentions = self.attended
         if not self.attended:
             raise no_attention(self._facts.text if self._facts.has_parts else module, NAME)
+        check_called(self._entries, self.called_entries)
         self._attention_check.run(self._facts.text, self.attention_modules, self.attended)
         if loss := running.loss:
             loss.check_called(module)
@@ -356,3 +363,9 @@ class ModelCalls:
     def _has_pending_attentions(self) -> bool:
         """Return whether other ranks expect attentions of this call that did not begin on this rank."""
         return self.attended < self._attentions and not self.attending
+
+
+def _tokens_of(kwargs: dict[str, Any]) -> tuple[int, int]:
+    """Return the numbers of rows and of tokens of this rank in the arguments of a text model."""
+    rows, tokens = next(x for x in map(kwargs.get, ("input_ids", "inputs_embeds")) if x is not None).shape[:2]
+    return rows, tokens

@@ -15,6 +15,7 @@ from burst_portable.integrations.transformers.attention import ATTRIBUTE, NAME, 
 from burst_portable.integrations.transformers.batches.divider import batch_arguments, token_inputs_of
 from burst_portable.integrations.transformers.deferred_mask import create_mask
 from burst_portable.integrations.transformers.layers.dropout_streams import DropoutStreams
+from burst_portable.integrations.transformers.layers.entry_modules import entries_to_call, watch_entries
 from burst_portable.integrations.transformers.layers.global_positions import restore_positions, watch_positions
 from burst_portable.integrations.transformers.layers.recurrent_states import StateExchange
 from burst_portable.integrations.transformers.layers.token_dropout import restore_token_dropout, watch_token_dropout
@@ -43,6 +44,8 @@ class ShardedModel(ModelCalls):
         call: The sequence of the running call.
         attended: Number of finished attentions in that call.
         plain_attention: Name of the attention that the model has without us.
+        tokens_of_call: Rows and tokens of this rank in the last call. None: the text model was not called.
+        called_entries: Names of convolutions and the like whose inputs were checked (`layers.entry_modules`).
         attending: Whether an attention runs. After a failed call: whether the call failed in an attention.
         dropout: The random numbers of calls.
     """
@@ -104,6 +107,8 @@ class ShardedModel(ModelCalls):
         hooks, scaled = watch_positions(self._facts.text)
         self._hooks += hooks
         self._hooks += watch_token_dropout(self._facts.text)
+        self._hooks += watch_entries(self._facts.text)
+        self._entries = entries_to_call(self._facts.text)
         self._depends_on_length, self._scales_by_row = bool(hooks), bool(scaled)
         if self.averaged_gradients and self.mesh.size > 1:
             self.mesh.gradient_records.averaged.add(self.model)

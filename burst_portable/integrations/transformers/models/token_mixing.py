@@ -1,4 +1,7 @@
-"""Find modules of torch whose result for a token depends on other tokens of a call, so that it differs on a shard."""
+"""Find modules of torch whose result for a token depends on other tokens of a call, so that it differs on a shard.
+
+`layers.entry_modules` has those of which it depends on the shape of their input.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,8 @@ from typing import Any
 
 from torch import nn
 
-_KINDS = (nn.RNNBase, nn.MultiheadAttention, nn.modules.batchnorm._NormBase, nn.GroupNorm)
+_KINDS = (nn.RNNBase, nn.MultiheadAttention, nn.modules.batchnorm._NormBase)
 """Recurrent modules, attention of torch, and norms over tokens."""
-_POOLING = "torch.nn.modules.pooling"
-"""Module of torch's pooling layers."""
 _OF_RANGES = {"ObserverBase", "FakeQuantizeBase"}
 """Classes of torch.ao.quantization that record the smallest and the largest number of a call."""
 _DYNAMIC = "torch.ao.nn.quantized.dynamic."
@@ -33,9 +34,7 @@ def token_mixing_module(model: nn.Module, known: Set[int]) -> str | None:
 def _mixes_tokens(name: str, module: Any) -> bool:
     classes = {base.__name__ for base in type(module).__mro__}
     return (
-        (isinstance(module, nn.modules.conv._ConvNd) and set(module.kernel_size) != {1})
-        or isinstance(module, _KINDS)
-        or any(base.__module__ == _POOLING for base in type(module).__mro__)
+        isinstance(module, _KINDS)
         or (isinstance(module, nn.Embedding) and (module.scale_grad_by_freq or module.max_norm is not None))
         or type(module).__module__.startswith(_DYNAMIC)
         or not (_OF_RANGES.isdisjoint(classes) or "weight" in name)  # weights are equal on all ranks

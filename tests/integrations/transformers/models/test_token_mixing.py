@@ -49,19 +49,6 @@ class Normalized(nn.Module):
         return found
 
 
-class Pooled(nn.Module):
-    """A layer whose input has other tokens added by a module that takes ``[B, H, S]``, or images ``[B, 1, S, H]``."""
-
-    def __init__(self, layer: nn.Module, mix: nn.Module, *, of_images: bool = False) -> None:
-        super().__init__()
-        self.layer, self.mix, self.of_images = layer, mix.double(), of_images
-
-    def forward(self, x: Tensor) -> Tensor:
-        mixed = self.mix(x.unsqueeze(1)).squeeze(1) if self.of_images else self.mix(x.mT).mT
-        found: Tensor = self.layer(x + mixed)
-        return found
-
-
 def replaced(kind: Callable[[nn.Module], nn.Module]) -> Any:
     model = make("llama")
     torch.manual_seed(0)
@@ -81,22 +68,6 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "ranges": (lambda: replaced(Observed), r"model\.layers\.0\.mlp\.down_proj\.of_input \(FakeQuantize\)"),
     "recurrent": (lambda: replaced(Recurrent), r"down_proj\.lstm \(LSTM\)"),
     "batch norm": (lambda: replaced(Normalized), r"down_proj\.norm \(BatchNorm1d\)"),
-    "images": (
-        lambda: replaced(lambda layer: Pooled(layer, nn.Conv2d(1, 1, 3, padding=1), of_images=True)),
-        r"down_proj\.mix \(Conv2d\)",
-    ),
-    "transposed": (
-        lambda: replaced(lambda layer: Pooled(layer, nn.ConvTranspose1d(48, 48, 3, padding=1))),
-        r"down_proj\.mix \(ConvTranspose1d\)",
-    ),
-    "pooling": (
-        lambda: replaced(lambda layer: Pooled(layer, nn.AdaptiveAvgPool1d(1))),
-        r"down_proj\.mix \(AdaptiveAvgPool1d\)",
-    ),
-    "group norm": (
-        lambda: replaced(lambda layer: Pooled(layer, nn.GroupNorm(4, 48))),
-        r"down_proj\.mix \(GroupNorm\)",
-    ),
 }
 
 
