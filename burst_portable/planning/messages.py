@@ -14,7 +14,7 @@ heads of one tensor: ``[rows, B, heads, dim]`` each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import accumulate, chain, groupby
 from typing import NamedTuple
@@ -265,9 +265,9 @@ class Inboxes:
 
     forward: int = 0  # bytes per sender: those of the largest inbox, divided by the ranks and rounded up
     backward: int = 0  # the same for the backward pass
-    # For each round of a pass (`Plan.rounds`), the offsets in bytes in the receivers' inboxes of the messages that one
-    # rank sends or receives.
-    offsets: tuple[Mapping[Move, int], ...] = ()
+    # For each pass and each of its rounds (`Plan.rounds`), the offsets in bytes in the receivers' inboxes of the
+    # messages that one rank sends or receives. Equal moves of both passes may have different offsets.
+    offsets: Mapping[PassName, tuple[Mapping[Move, int], ...]] = field(default_factory=dict)
 
 
 def inboxes(plan: Plan, rank: int) -> Inboxes:
@@ -277,41 +277,38 @@ def inboxes(plan: Plan, rank: int) -> Inboxes:
     """
     exchanged = [_exchange_bytes(plan, name) for name in PASSES]
     start = max(exchanged)
-    rounds: list[Mapping[Move, int]] = []
+    rounds: dict[PassName, list[Mapping[Move, int]]] = {name: [] for name in PASSES}
     ends = dict(zip(PASSES, exchanged, strict=True))
     # Groups of divided heads have separate exchanges, and share the offsets of other messages.
     for tensor in plan.tensors * (1 if plan.heads else plan.head_groups):
-        offsets: dict[Move, int] = {}
         for name, pass_plan in plan.passes():
+            offsets: dict[Move, int] = {}
             for target in range(plan.call.ranks if plan.ring_size > 1 else 0):
                 found, end = _message_offsets(pass_plan, target, start, tensor)
                 ends[name] = max(ends[name], end)
-                for move, offset in found.items():
-                    if rank in (target, move.source):
-                        assert offsets.setdefault(move, offset) == offset, "one offset, forward and backward"
-        rounds.append(offsets)
+                offsets |= {move: offset for move, offset in found.items() if rank in (target, move.source)}
+            rounds[name].append(offsets)
         start = _aligned(max(ends.values()))  # the messages of a round follow those of the round before
     forward, backward = (-(-end // plan.call.ranks) for end in ends.values())
-    return Inboxes(forward, backward, tuple(rounds))
+    return Inboxes(forward, backward, {name: tuple(offsets) for name, offsets in rounds.items()})
 
 
 def _message_offsets(pass_plan: PassPlan, target: int, start: int, tensor: int | None) -> tuple[dict[Move, int], int]:
     """Return the offset of every message to a rank, from `start` on, and the end of the last message.
 
-    Blocks come first: a block that is sent in both passes is the same `Move` in both, so it has one offset. A block of
-    queries has the room of its backward pass in both. The local block follows the blocks with which a launch takes it.
+    Blocks come first. The local block follows the blocks with which a launch takes it.
     """
     steps = pass_plan.steps_of(target)
     blocks, results = ([step.receives for step in steps], [step.result_receives for step in steps])
     joined = {step.index: local_block_size(pass_plan, target) for step in steps if step.joins_local}
-    size, queries = message_sizes(pass_plan, tensor), row_size(pass_plan.call, "q", is_result=False)
+    size = message_sizes(pass_plan, tensor)
     offsets: dict[Move, int] = {}
     end = start
     for moves in chain.from_iterable(map(group_by_wait_step, (*blocks, *results))):
         end = _aligned(end)
         for move in moves:
             offsets[move] = end
-            end += size(move) if move.side == "kv" or move.is_result else move.num_rows * queries
+            end += size(move)
         if not moves[0].is_result:
             end += joined.get(moves[0].wait_step, 0)
     return offsets, end

@@ -167,7 +167,7 @@ def _timed(step: Callable[[], Any], mesh: Mesh, device: str, off: Sequence[str])
             scores = isinstance(prepared.kernel, ScoreRowKernel)
             prepared = replace(prepared, kernel=_IdleScores() if scores else _IdleKernel(prepared.kernel))
         if "communication" in off:
-            prepared = replace(prepared, transport=_SilentTransport(prepared.transport), offsets=())
+            prepared = replace(prepared, transport=_SilentTransport(prepared.transport), offsets={})
         return prepared
 
     streams = for_device(device).capabilities.streams

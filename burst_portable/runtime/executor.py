@@ -270,7 +270,8 @@ class Blocks:
         self.transport, self.rank, self.backward = prepared.transport, prepared.transport.rank, backward
         self.messages, self.batch = messages, prepared.kernel_call.batch
         self.side = (prepared.backward if backward else prepared.forward).plan.side
-        self._offsets = prepared.offsets[round_index] if prepared.offsets else {}
+        rounds = prepared.offsets.get("backward" if backward else "forward")
+        self._offsets = rounds[round_index] if rounds else {}
         self.observer = prepared.observer
         self._local, self.dtype, self.device = local, dtype, local[self.side][0].device
         self._receives: dict[Move, tuple[Handle, Tensor]] = {}

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from burst_portable.comm.base import Handle, Transport
 from burst_portable.kernels.base import Kernel
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.messages import PassMessages
-from burst_portable.planning.plans import PassPlan, Plan
+from burst_portable.planning.plans import PassName, PassPlan, Plan
 from burst_portable.planning.routes import Move
 from burst_portable.planning.schedule import Compute
 
@@ -100,8 +100,9 @@ class PreparedCall:
     executor: Executor
     forward: PreparedPass
     backward: PreparedPass
-    # By round (`Plan.rounds`): byte offsets of messages in the receivers' inboxes. Empty if senders do not write there.
-    offsets: tuple[Mapping[Move, int], ...] = ()
+    # By pass and round (`Plan.rounds`): byte offsets of messages in the receivers' inboxes. Empty if senders do not
+    # write there.
+    offsets: Mapping[PassName, tuple[Mapping[Move, int], ...]] = field(default_factory=dict)
     yields_to_comm: bool = False  # whether kernels leave multiprocessors to kernels that send messages
     backward_takes_out: bool = False  # whether the backward kernel takes out instead of delta
     with_lse: bool = True  # whether the caller requests LSE, which a head-parallel plan then sends back

@@ -21,12 +21,12 @@ def test_blocks_per_launch_share_launch_and_inbox_piece():
     steps = plan.forward.steps_of(3)
     assert [s.compute.k_owners for s in steps] == [(3,), (1, 2), (0, 4)]
     assert [s.compute.tiles.num_pairs for s in steps] == [144, 288, 288]
-    (places,) = inboxes(plan, 3).offsets
+    (places,) = inboxes(plan, 3).offsets["forward"]
     row = 2 * 8 * 64 * 2
     of = {m.owner: places[m] for s in steps for m in s.receives}
     assert (of[2] - of[1], of[4] - of[0]) == (12 * row, 12 * row)
     for rank in range(5):  # both ends use the same offset
-        (theirs,) = inboxes(plan, rank).offsets
+        (theirs,) = inboxes(plan, rank).offsets["forward"]
         assert all(theirs[m] == places[m] for m in theirs.keys() & places.keys())
     causal = make_plan(
         Mask.causal(), "zigzag", "burst", ranks=8, length=160, transfer="direct", prefetch_steps=8, blocks_per_launch=8

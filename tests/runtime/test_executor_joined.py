@@ -10,8 +10,9 @@ import torch
 import burst_portable as bp
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.oracle import find_violations
+from burst_portable.planning.messages import inboxes
 from burst_portable.planning.plans import Plan
-from burst_portable.planning.routes import Side
+from burst_portable.planning.routes import DirectRoute, Side
 from burst_portable.planning.verify import verify
 from burst_portable.strategies.all_gather import GatherRoute
 from burst_portable.strategies.base import Strategy, ring_plan
@@ -33,6 +34,18 @@ class Joined(Strategy):
         return ring_plan(
             call, self.name, side=self.side, route=GatherRoute(call.ranks), rounds_gradients=self.rounds_gradients
         )
+
+
+@dataclass(frozen=True)
+class JoinedForward(Strategy):
+    """Gather K and V in forward, and send one block after the other in backward."""
+
+    name = "joined_forward"
+    title = "other routes forward than backward"
+
+    def plan(self, call):
+        gather, one = GatherRoute(call.ranks), DirectRoute(call.ranks, 1, 1, 1.0)
+        return ring_plan(call, self.name, side="kv", route=gather, backward_route=one)
 
 
 @dataclass(frozen=True)
@@ -85,3 +98,15 @@ def test_joined_launch_has_own_inbox_offset(side):
 
     for case, *answers in zip(cases, *run_peers(World(4, delay=0.002), work), strict=True):
         assert all(find_violations(answer, *expected(case, make_inputs(case)), case.dtype) == {} for answer in answers)
+
+
+def test_equal_moves_of_both_passes_have_two_offsets():
+    """Block 2 reaches rank 3 at step 0 in both passes: behind blocks 0 and 1 in one inbox, and first in the other."""
+    case = JoinedCase("full", ranks=4, dtype=torch.float64, chosen=JoinedForward())
+    plan, x = case.make_strategy().plan(case.make_call()), make_inputs(case)
+    assert verify(plan) == []
+    assert plan.direct
+    (forward,), (backward,) = inboxes(plan, 3).offsets.values()
+    assert any(forward[move] != backward[move] for move in forward.keys() & backward.keys())
+    for answer in run_peers(World(4, delay=0.002), lambda mesh: on_one_rank(mesh, case, x)):
+        assert find_violations(answer, *expected(case, x), case.dtype) == {}

@@ -60,17 +60,17 @@ def test_messages_of_one_step_are_contiguous_in_each_round():
     for mask, ranks in product(MASKS, (3, 4, 5)):
         plan = RingSelfAttentionStrategy().plan(Case(mask, "contiguous", ranks=ranks, heads="wide_values").make_call())
         for rank in range(ranks):
-            rounds = inboxes(plan, rank).offsets
-            used = set()
-            for (name, pass_plan), (tensor, offsets) in product(plan.passes(), zip(plan.tensors, rounds, strict=True)):
-                size = message_sizes(pass_plan, tensor)
-                for step in plan.steps(name, rank):
-                    for moves in (step.arrivals, step.result_arrivals):
-                        places = [(offsets[move], offsets[move] + size(move)) for move in moves]
-                        assert all(before[1] == after[0] for before, after in pairwise(places))
-                    moves = (*step.receives, *step.result_receives)
-                    used |= {(offsets[move], offsets[move] + size(move), tensor, move) for move in moves}
-            assert all(before[1] <= after[0] for before, after in pairwise(sorted(used)))
+            for name, pass_plan in plan.passes():
+                used = set()
+                for tensor, offsets in zip(plan.tensors, inboxes(plan, rank).offsets[name], strict=True):
+                    size = message_sizes(pass_plan, tensor)
+                    for step in plan.steps(name, rank):
+                        for moves in (step.arrivals, step.result_arrivals):
+                            places = [(offsets[move], offsets[move] + size(move)) for move in moves]
+                            assert all(before[1] == after[0] for before, after in pairwise(places))
+                        moves = (*step.receives, *step.result_receives)
+                        used |= {(offsets[move], offsets[move] + size(move), tensor, move) for move in moves}
+                assert all(before[1] <= after[0] for before, after in pairwise(sorted(used)))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -324,21 +324,22 @@ def test_usp_has_fewer_launches_than_double_ring():
 
 @pytest.mark.parametrize("kv_heads", [6, 1])  # gradients of a shared head are float32, so backward needs a larger inbox
 def test_usp_inbox_offsets_do_not_overlap(kv_heads):
-    """Resharded rows come first, then the messages; both passes use the same offsets."""
+    """Resharded rows come first, then the messages."""
     plan = make(ranks=6, transfer="direct", mask="full", kv_heads=kv_heads)
     assert plan.direct
     assert not make(ranks=6).direct
     found = [inboxes(plan, rank) for rank in range(6)]
     assert len({(one.forward, one.backward) for one in found}) == 1
     lone = inboxes(make(ranks=3, length=48, mask="full", kv_heads=kv_heads), 0)
-    for rank, one in enumerate(found):
-        (offsets,) = one.offsets
+    for (rank, one), (name, messages) in itertools.product(enumerate(found), (("forward", 1), ("backward", 2))):
+        (offsets,) = one.offsets[name]
         assert all(rank in (move.source, move.target) for move in offsets)
         mine = [place for move, place in offsets.items() if move.target == rank]
-        assert len(mine) == len(set(mine)) == 2  # K and V in both passes, and dK and dV
+        assert len(mine) == len(set(mine)) == messages  # K and V, and in the backward pass dK and dV
         assert min(mine) >= 3 * max(lone.forward, lone.backward)
-        assert max(mine) < 6 * one.backward
-        assert all(other.offsets[0].get(move, place) == place for other in found for move, place in offsets.items())
+        assert max(mine) < 6 * getattr(one, name)
+        for other in found:
+            assert all(other.offsets[name][0].get(move, place) == place for move, place in offsets.items())
 
 
 def test_inbox_size_of_resharded_rows():
