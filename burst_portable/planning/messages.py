@@ -264,7 +264,7 @@ class Inboxes:
     """Offsets of messages, for a transport whose senders write into the memory of the receivers."""
 
     forward: int = 0  # bytes per sender: those of the largest inbox, divided by the ranks and rounded up
-    backward: int = 0  # the same for the backward pass
+    backward: int = 0  # the same for the backward pass.
     # For each pass and each of its rounds (`Plan.rounds`), the offsets in bytes in the receivers' inboxes of the
     # messages that one rank sends or receives. Equal moves of both passes may have different offsets.
     offsets: Mapping[PassName, tuple[Mapping[Move, int], ...]] = field(default_factory=dict)

@@ -173,9 +173,9 @@ class Route(Protocol):
     def block_source(self, dependencies: BlockDependencies, owner: int, rank: int) -> tuple[int, int] | None:
         """Return (source, step): which rank sends `owner`'s block to `rank`, and when. None if it is not sent there.
 
-        The step is below `step(owner, rank)`, and not before the source has the block. Never called for the owner
-        itself. If the route trims, or several blocks share a launch, return None unless
-        `dependencies.needs(owner, rank)`.
+        The step is below `step(owner, rank)`, and not before the source has the block. It is the same for all blocks
+        with which `rank` computes at one step: they arrive in one buffer. Never called for the owner itself. If the
+        route trims, or several blocks share a launch, return None unless `dependencies.needs(owner, rank)`.
         """
 
     def targets(self, owner: int, rank: int) -> Iterator[int]:

@@ -241,7 +241,7 @@ def interleave_groups(steps: Steps, groups: int) -> Iterator[tuple[int, Step]]:
         yield group, steps[i]
 
 
-def _sort(moves: Iterable[Move]) -> tuple[Move, ...]:
+def in_order(moves: Iterable[Move]) -> tuple[Move, ...]:
     """Sort moves, so that both ends of every pair of ranks post them in the same order."""
     return tuple(sorted(moves, key=lambda m: (m.wait_step, m.side, m.owner, m.source, m.target)))
 
@@ -267,7 +267,7 @@ def make_steps(rank: int, moves: Iterable[Move], computes: dict[int, Compute]) -
             index,
             compute=computes.get(index),
             released=tuple(sorted(released.get(index, ()))),
-            **{name: _sort(slot[index]) for name, slot in at.items() if index in slot},
+            **{name: in_order(slot[index]) for name, slot in at.items() if index in slot},
         )
         for index in indices
     )

@@ -1,7 +1,8 @@
 """Check a plan without running it.
 
 Every query-key pair must be computed exactly once, every send must match a receive, and every gradient must reach the
-owner of its block. Messages must have the rows that their receivers need: see `verify_rows`.
+owner of its block. Messages must have the rows that their receivers need: see `verify_rows`. Steps must have the form
+on which the executor relies: see `verify_steps`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from burst_portable.planning.routes import Move
 from burst_portable.planning.schedule import BlockTiles, Compute, Step
 from burst_portable.planning.tiles import Tiles, find_tiles
 from burst_portable.planning.verify_rows import wrong_rows
+from burst_portable.planning.verify_steps import wrong_score_rows, wrong_steps
 
 
 def verify(
@@ -45,6 +47,8 @@ def verify(
                 checker.walk_blocks(rank)
                 checker.walk_order(rank)
                 checker.wrong += wrong_rows(pass_plan, rank)
+                checker.wrong += wrong_steps(pass_plan, rank)
+                checker.wrong += wrong_score_rows(pass_plan, rank) if plan.score_rows else ()
                 done += 1
                 progress(done)
             wrong += [f"{name}: {call}" for call in checker.finish()]
@@ -123,6 +127,8 @@ def _wrong_groups(plan: Plan) -> list[str]:
 
 def _overlap(one: Tiles, other: Tiles) -> bool:
     """Return whether two lists of tiles of the same pair of blocks have rows in common."""
+    if not one or not other:
+        return False
     (first, past, *_), (other_first, other_past, *_) = one.box, other.box
     return first < other_past and other_first < past
 
