@@ -1,16 +1,20 @@
 """Check the rows of every message of a rank: those that its receiver needs, and those that its launches read.
 
 The executor takes the size of a message from `Move.rows`, and the place of a block in a launch from `Compute`. If they
-disagree, a kernel reads rows that never arrived.
+disagree, a kernel reads rows that never arrived. The tiles of a launch must be those of the mask, and its positions,
+by which dropout chooses weights, those of its rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
+from burst_portable.layout import cut
 from burst_portable.planning.plans import PassPlan, block_pairs, needed_rows
 from burst_portable.planning.routes import Move, Rows, Side, count_rows
 from burst_portable.planning.schedule import Compute, Step
+from burst_portable.planning.tiles import Positions, Tiles
 
 
 def wrong_rows(pass_plan: PassPlan, rank: int) -> Iterator[str]:
@@ -24,6 +28,7 @@ def wrong_rows(pass_plan: PassPlan, rank: int) -> Iterator[str]:
             yield from rows.check_launch(step, step.compute)
         for move in (*step.result_arrivals, *step.result_sends):
             yield from rows.check_result(move, step.index)
+    yield from rows.check_local_tiles()
 
 
 class _Rows:
@@ -33,6 +38,7 @@ class _Rows:
         self._plan, self._rank, self._call = pass_plan, rank, pass_plan.call
         self._pairs = block_pairs(self._call.mask, self._call.layout, self._call.k_layout)
         self.received: dict[int, Rows] = {}
+        self._local_parts: list[tuple[Tiles, str]] = []  # tiles of the local block, each with its launch
 
     def check_block(self, move: Move, index: int) -> Iterator[str]:
         """Yield the error in the rows of a block that this rank sends or forwards."""
@@ -67,6 +73,10 @@ class _Rows:
             rows = self.received.get(owner) if owner != self._rank else ((0, self._count(side, owner)),)
             if rows is None:
                 return  # the caller reports that it never arrived
+            if not tiles:
+                yield f"{launch} without tiles of block {owner}"
+                offset += count_rows(rows)
+                continue
             across, along = (row, column) if side == "kv" else (column, row)
             top, bottom, left, right = tiles.box
             read, local = ((left, right), (top, bottom)) if side == "kv" else ((top, bottom), (left, right))
@@ -82,7 +92,38 @@ class _Rows:
                 shift = (0, offset) if side == "kv" else (offset, 0)
                 if [t.shifted(row, column) for t in tiles] != [t.shifted(*shift) for t in packed]:
                     yield f"{launch} with other tiles of block {owner} than the mask has in {_text(rows)}"
+            else:
+                back = (0, -offset) if side == "kv" else (-offset, 0)
+                self._local_parts.append((Tiles(t.shifted(row + back[0], column + back[1]) for t in tiles), launch))
             offset += count_rows(rows)
+        if self._call.dropout is not None and compute.positions != self._positions(side, owners):
+            yield f"{launch} with other positions than those of its rows, so dropout would drop other weights"
+
+    def _positions(self, side: Side, owners: Iterable[int]) -> tuple[Positions, Positions]:
+        """Return the global positions of the queries and of the keys of a launch."""
+        q_layout, k_layout, local = self._call.layout, self._call.k_layout, self._plan.member(self._rank)
+        layout = k_layout if side == "kv" else q_layout
+        sent = Positions(
+            segment
+            for owner in owners
+            for start, stop in self.received.get(owner, ((0, self._count(side, owner)),))
+            for segment in cut(layout.shards[self._plan.member(owner)], start, stop)
+        )
+        if side == "kv":
+            return Positions(q_layout.shards[local]), sent
+        return sent, Positions(k_layout.shards[local])
+
+    def check_local_tiles(self) -> Iterator[str]:
+        """Yield the launches whose tiles of the local block differ from those of the mask, in their range of rows."""
+        parts = sorted(self._local_parts, key=lambda part: part[0].box[0])
+        of_mask = self._pairs.tiles(*self._pair(self._plan.side, self._rank, self._rank))
+        starts = [tiles.box[0] for tiles, _ in parts[1:]]
+        limits = pairwise((0, *starts, self._count("q", self._rank)))
+        for (tiles, launch), (start, stop) in zip(parts, limits, strict=False):
+            clipped = (tile.clipped(start, stop, tile.k_start, tile.k_stop) for tile in of_mask)
+            if list(tiles) != [tile for tile in clipped if tile]:
+                where = f" in rows [{start}, {stop})" if starts else ""
+                yield f"{launch} with other tiles of its local block than the mask has{where}; see `local_first_share`"
 
     def check_result(self, move: Move, index: int) -> Iterator[str]:
         """Yield the error in the rows of gradients, or of results of a helper, that this rank sends or adds."""
