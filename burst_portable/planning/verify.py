@@ -83,6 +83,8 @@ def _wrong_heads(plan: Plan, split: HeadSplit) -> list[str]:
     A layout has every position once, so a single member has all rows.
     """
     call, head_parallel_size = plan.call, split.ranks
+    if split.ranks < 1 or split.spacing < 1:
+        return [f"{split} has no ranks that divide heads"]
     wrong = []
     if head_parallel_size * plan.ring_size != call.ranks:
         wrong.append(f"{plan.ring_size} nodes of {head_parallel_size} ranks are not {call.ranks} ranks")

@@ -270,6 +270,11 @@ class TestPlantedMistakes:
         wrong = verify(replace(plan, call=replace(plan.call, layout=five, kv_layout=five)))
         assert wrong == ["2 nodes of 3 ranks are not 5 ranks"]
 
+    @pytest.mark.parametrize("split", [HeadSplit(3, 0), HeadSplit(0)])
+    def test_verify_detects_head_split_without_ranks(self, split):
+        wrong = verify(replace(make(ranks=6), heads=split))
+        assert wrong == [f"{split} has no ranks that divide heads"]
+
     def test_verify_detects_different_nodes_per_pass(self):
         plan, other = make(ranks=12, ranks_per_node=3), make(ranks=12, ranks_per_node=6)
         assert any("6 ranks with 2 query heads" in w for w in verify(replace(plan, backward=other.backward)))
