@@ -168,7 +168,7 @@ class StepChanges:
         change_step(self._steps, to, self._new_last(to), compute=compute)
 
     def split_local_compute(self) -> None:
-        """Compute some rows of the local block in a launch of their own."""
+        """Compute some rows of the local block in a separate launch."""
         rank, at, compute = self._pick_compute(lambda c: len(c.blocks) == 1 and c.q_owners == c.k_owners)
         (block,) = compute.blocks
         top, bottom, left, right = block.tiles.box
@@ -259,7 +259,7 @@ class StepChanges:
             self._replace(place, *moves)
 
     def _move_to(self, old: Move, new: Move) -> None:
-        """Replace a move by another one, which is put into the steps of its own numbers."""
+        """Replace a move by another one, which is put into the steps that it numbers."""
         self._replace_all(old)
         kind = "result_" if new.is_result else ""
         for rank, index, field in (
