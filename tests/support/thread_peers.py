@@ -47,12 +47,11 @@ class ThreadPeers:
         self.world, self.rank, self.size = world, rank, world.size
         self._chance = random.Random(1000 * world.seed + rank)
         self._failed: BaseException | None = None
-        self._work: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
         threading.Thread(target=self._copy_stream, daemon=True).start()
 
     def _copy_stream(self) -> None:
-        while True:
-            work = self._work.get()
+        while (work := self._work.get()) is not None:
             try:
                 time.sleep(self._chance.random() * self.world.delay)
                 work()
@@ -133,7 +132,8 @@ class ThreadPeers:
             raise self._failed
 
     def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+        """End the thread after the copies that were started."""
+        self._work.put(None)
 
 
 class Done:
@@ -153,9 +153,12 @@ def run_peers(world: World, work: Callable, peers: type[ThreadPeers] = ThreadPee
     """Run `work(mesh)` on ranks with peer copies and return the results in rank order."""
 
     def body(local):
-        transport = PeerCopyTransport(peers(world, local.rank), local)
-        return work(
-            bp.Mesh(local.rank, world.size, lambda device_type: transport, config=Config(timeout=world.timeout))
-        )
+        memory = peers(world, local.rank)
+        transport = PeerCopyTransport(memory, local)
+        config = Config(timeout=world.timeout)
+        try:
+            return work(bp.Mesh(local.rank, world.size, lambda device_type: transport, config=config))
+        finally:
+            memory.close()
 
     return run_transports(world.size, body, timeout=world.timeout)
