@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -107,8 +108,8 @@ def test_attention_that_is_replaced_between_calls_raises(change: Any, full_batch
     run_threads(2, work)
 
 
-def test_attention_of_transformers_replaced_between_calls() -> None:
-    """Each layer calls our function: those of new modules, and through a new forward."""
+def compare_after_changes(*changes: Callable[[LlamaForCausalLM], None]) -> None:
+    """Compare the logits of one and two ranks after changes to a model, which is called before and after each."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES)).double()
     copies = [copy.deepcopy(model) for _ in range(3)]
@@ -116,37 +117,37 @@ def test_attention_of_transformers_replaced_between_calls() -> None:
     def work(mesh: Mesh) -> Tensor:
         mine, ids = copies[mesh.rank + mesh.size - 1], tokens()
         parallelize(mine, mesh, full_batches=True)
-        mine(input_ids=ids)
-        layers = mine.model.layers
-        layers[1].self_attn = copy.deepcopy(layers[0].self_attn)
-        layers[0].self_attn.forward = partial(type(layers[0].self_attn).forward, layers[0].self_attn)
-        mine(input_ids=ids)
-        layers.append(copy.deepcopy(layers[0]))
-        mine.config.num_hidden_layers += 1
-        found: Tensor = mine(input_ids=ids).logits.detach()
-        return found
+        found: Tensor = mine(input_ids=ids).logits
+        for change in changes:
+            change(mine)
+            found = mine(input_ids=ids).logits
+        return found.detach()
 
     (expected,) = run_threads(1, work)
     for logits in run_threads(2, work):
         torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_attention_of_transformers_replaced_between_calls() -> None:
+    """Each layer calls our function: those of new modules, and through a new forward."""
+
+    def replace(model: LlamaForCausalLM) -> None:
+        layers = model.model.layers
+        layers[1].self_attn = copy.deepcopy(layers[0].self_attn)
+        layers[0].self_attn.forward = partial(type(layers[0].self_attn).forward, layers[0].self_attn)
+
+    def append(model: LlamaForCausalLM) -> None:
+        model.model.layers.append(copy.deepcopy(model.model.layers[0]))
+        model.config.num_hidden_layers += 1
+
+    compare_after_changes(replace, append)
 
 
 def test_layer_that_a_later_call_skips_is_supported() -> None:
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES)).double()
-    copies = [copy.deepcopy(model) for _ in range(3)]
+    def skip(model: LlamaForCausalLM) -> None:
+        model.model.layers[1].forward = lambda x, *_, **__: x
 
-    def work(mesh: Mesh) -> Tensor:
-        mine, ids = copies[mesh.rank + mesh.size - 1], tokens()
-        parallelize(mine, mesh, full_batches=True)
-        mine(input_ids=ids)
-        mine.model.layers[1].forward = lambda x, *_, **__: x
-        found: Tensor = mine(input_ids=ids).logits.detach()
-        return found
-
-    (expected,) = run_threads(1, work)
-    for logits in run_threads(2, work):
-        torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
+    compare_after_changes(skip)
 
 
 def test_model_of_one_rank_can_be_pickled() -> None:
