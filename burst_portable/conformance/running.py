@@ -30,7 +30,7 @@ from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.tiles import Tiles, find_tiles, make_tile
 from burst_portable.runtime.autograd import begin, observed, run_backward
-from burst_portable.runtime.executor import attend_first
+from burst_portable.runtime.local_result import attend_first
 from burst_portable.runtime.prepare import (
     kernel_for_plan,
     plan_for_kernel,

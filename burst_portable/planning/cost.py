@@ -25,9 +25,9 @@ from burst_portable.planning.routes import Move, Rows, to_pack
 from burst_portable.planning.schedule import Compute, interleave_groups
 
 # In bytes of the message:
-_PACK = _COPY = 2  # read and written once: `runtime.executor.Blocks.copy`, `runtime.reshard`
+_PACK = _COPY = 2  # read and written once: `runtime.blocks.Blocks.copy`, `runtime.reshard`
 # Received gradients are read and added to sums, which are twice as wide if the gradients were rounded:
-# `runtime.executor.BlockGradients._add`.
+# `runtime.block_gradients.BlockGradients._add`.
 _ADD, _ADD_ROUNDED = 3, 5
 # Sums are zeroed, then read and written by the kernel (`BlockGradients.accumulators` there). Rounded gradients are read
 # again and rounded into their message (`_message`).

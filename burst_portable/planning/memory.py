@@ -101,7 +101,7 @@ class _Memory:
 
 
 class _Steps:
-    """The messages of one pass of one group of heads, as `executor.Blocks` and `executor.BlockGradients` hold them."""
+    """The messages of one pass of one group of heads, as `runtime.blocks` and `runtime.block_gradients` hold them."""
 
     def __init__(
         self, pass_plan: PassPlan, rank: int, memory: _Memory, group: Hashable, tensor: int | None = None

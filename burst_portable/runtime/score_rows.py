@@ -21,7 +21,8 @@ from burst_portable.kernels.base import as_kernels_take
 from burst_portable.kernels.score_kernel import ScoreRowKernel
 from burst_portable.numerics import accumulation_dtype, anchored, as_dtype
 from burst_portable.planning.tiles import Tiles
-from burst_portable.runtime.executor import BlockGradients, Blocks
+from burst_portable.runtime.block_gradients import BlockGradients
+from burst_portable.runtime.blocks import Blocks
 from burst_portable.runtime.prepared_call import Executor, PreparedCall
 
 _K, _V = 0, 1  # index of the messages in `PreparedPass.separate`

@@ -162,7 +162,7 @@ def test_verify_names_gradients_among_blocks():
 
 
 def test_verify_names_launch_with_a_block_of_another_step():
-    """`executor.Blocks` reads the blocks that arrive for the step of the launch."""
+    """`Blocks.use` reads the blocks that arrive for the step of the launch."""
 
     def late(steps: AllSteps) -> None:
         compute = steps[1][1].compute

@@ -15,7 +15,7 @@ from burst_portable.layout import Segment
 from burst_portable.mask import Mask
 from burst_portable.numerics import empty_state, finished, row_delta
 from burst_portable.planning.tiles import Tiles, find_tiles, make_tile
-from burst_portable.runtime.executor import attend_first
+from burst_portable.runtime.local_result import attend_first
 from tests.support.calls import settings
 
 KERNEL, ORACLE = HopperKernel(), ReferenceKernel()
