@@ -16,7 +16,8 @@ from burst_portable.comm.agreement import call_signature
 from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.profiling.analysis.analyze import analyze
-from burst_portable.profiling.recorder import Recorder, RecordingObserver
+from burst_portable.profiling.recorder import Recorder
+from burst_portable.profiling.recording_observer import RecordingObserver
 from burst_portable.runtime.prepare import prepared_call
 
 _HELD = 20_000_000  # cycles: about 10 ms, at first

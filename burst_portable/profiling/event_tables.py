@@ -128,7 +128,7 @@ class RankRecords:
         rank: Rank in the mesh whose calls were recorded.
         host: Name of the clock: ranks of one host read the same monotonic clock.
         evidence: Source of the times: "host clock" or "device events".
-        plans: Facts of each plan that ran (see `recorder.PlanFacts`), by its number.
+        plans: Facts of each plan that ran (see `plan_facts.PlanFacts`), by its number.
         calls: (train step, attention call, number of the plan).
         kernel_trace: Kernels that the vendor's tracer recorded; None below level "kernels".
         train_steps: (train step, start, end) of each training step, from mark to mark.

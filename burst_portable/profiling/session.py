@@ -30,7 +30,9 @@ from torch import nn
 from burst_portable.errors import InputError, shown
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.profiling.event_tables import RankRecords, pack, unpack
-from burst_portable.profiling.recorder import Recorder, RecordingObserver, RecordingTransport
+from burst_portable.profiling.recorder import Recorder
+from burst_portable.profiling.recording_observer import RecordingObserver
+from burst_portable.profiling.recording_transport import RecordingTransport
 from burst_portable.runtime.prepared_call import PreparedCall, installed
 from burst_portable.utils.text import rank_names
 

@@ -29,7 +29,7 @@ from burst_portable.kernels.base import LazyKernel, Support, WrappedKernel
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.profiling import clocks
 from burst_portable.profiling.intervals import Timeline
-from burst_portable.profiling.recorder import RecordingObserver
+from burst_portable.profiling.recording_observer import RecordingObserver
 from burst_portable.profiling.session import Session
 from tests.support import planted_bugs, planted_transports
 from tests.support.planted_bugs import KernelWrapper, Planted

@@ -20,7 +20,7 @@ from burst_portable.cli.run.worker import join
 from burst_portable.errors import BackendUnavailableError
 from burst_portable.kernels.base import WrappedKernel
 from burst_portable.planning.hardware import HardwareSpec
-from burst_portable.profiling.recorder import PlanFacts
+from burst_portable.profiling.plan_facts import PlanFacts
 from burst_portable.runtime.mesh_plans import strategy_and_call
 from burst_portable.strategies.auto import AutoStrategy
 from tests.runtime.test_explanation import qkv

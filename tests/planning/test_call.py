@@ -12,7 +12,7 @@ from burst_portable.layout import Layout, make_layout
 from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.hardware import HardwareSpec
-from burst_portable.profiling.recorder import PlanFacts
+from burst_portable.profiling.plan_facts import PlanFacts
 from tests.support.plans import make_plan
 
 PAGE = Path(__file__).parents[2] / "docs" / "writing_a_strategy.md"

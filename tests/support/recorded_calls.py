@@ -1,4 +1,4 @@
-"""Run one forward and backward pass of a rank for a recording session."""
+"""Run forward and backward passes in a recording session."""
 
 from __future__ import annotations
 
@@ -21,3 +21,18 @@ def one_step(mesh, strategy, mask="causal"):
     out = bp.attention(q, k, v, mask=mask, mesh=mesh, strategy=strategy, layout="contiguous")
     out.backward(dout)
     return out.detach(), q.grad, k.grad, v.grad
+
+
+def recorded(strategy, level="standard", steps=1, mask="causal"):
+    """Return the results and the records of all ranks."""
+
+    def work(mesh):
+        with bp.profile(level, mesh=mesh) as session:
+            for _ in range(steps):
+                results = one_step(mesh, strategy, mask)
+                session.mark()
+        return results, session.gather()
+
+    done = bp.run_threads(RANKS, work)
+    assert [gathered is None for _, gathered in done] == [False, True, True]
+    return [results for results, _ in done], done[0][1]

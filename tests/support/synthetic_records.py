@@ -12,7 +12,7 @@ from burst_portable.backends.selection import load
 from burst_portable.planning.plans import Plan
 from burst_portable.profiling.ablation import Ablation
 from burst_portable.profiling.event_tables import COLUMNS, NEVER, KernelTrace, RankRecords, Table
-from burst_portable.profiling.recorder import PlanFacts
+from burst_portable.profiling.plan_facts import PlanFacts
 
 
 class Maker:
