@@ -23,7 +23,7 @@ from burst_portable.conformance import check_backend
 from burst_portable.conformance.base import BackendUnderTest
 from burst_portable.conformance.checks import CHECKS
 from burst_portable.conformance.report import Report
-from burst_portable.conformance.suite import list_tests
+from burst_portable.conformance.selection import list_tests
 from burst_portable.errors import InputError
 from burst_portable.kernels.base import LazyKernel, Support, WrappedKernel
 from burst_portable.kernels.reference import ReferenceKernel
