@@ -33,6 +33,7 @@ from burst_portable.bench.results import (
 )
 from burst_portable.bench.results import compare as compare_rows
 from burst_portable.cli import PROGRAM, flags
+from burst_portable.cli.backend_choice import choose_backend
 from burst_portable.cli.flags import add_rank_to_errors, number_of_ranks, tokens
 from burst_portable.cli.output import (
     JsonName,
@@ -120,7 +121,7 @@ def bench(
     layout: Annotated[
         str, typer.Option(help=f"{', '.join(NAMES)}; those of documents take documents, full, causal, or windows.")
     ] = "zigzag",
-    dropout: Annotated[float, typer.Option(help="Probability of dropout of attention weights.")] = 0.0,
+    dropout: flags.Dropout = 0.0,
     seq_len: Annotated[
         str | None,
         typer.Option(
@@ -176,7 +177,7 @@ def bench(
                 check_picture(picture, sources=[resume])
             check_files({"--markdown": markdown_file, "--picture": picture}, sources=[resume])
         sizes_of_mesh = _numbers_of_ranks(ranks, launcher)
-        chosen, _ = flags.choose_backend(backend, 1 if launcher else max(sizes_of_mesh, default=1))
+        chosen, _ = choose_backend(backend, 1 if launcher else max(sizes_of_mesh, default=1))
         device_type, on_cpu = chosen.capabilities.device_type, not chosen.capabilities.streams
         sizes_of_mesh = sizes_of_mesh or [2 if on_cpu else _device_count(device_type)]
         kernel_names = _kernel_names(kernels, chosen)

@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from burst_portable.cli.flags import LENGTH, METAVAR, tokens
+from burst_portable.cli.flags import LENGTH, tokens_option
 from burst_portable.cli.output import JsonName, JsonOption, check_file, console, labelled, writing
 from burst_portable.errors import InputError, unknown_name
 from burst_portable.utils.values import size
@@ -57,9 +57,7 @@ def init(
     ] = None,
     seq_len: Annotated[
         int | None,
-        typer.Option(
-            parser=tokens, metavar=METAVAR, help=f"Tokens of a sequence; {LENGTH} Default: that of the script."
-        ),
+        tokens_option(help=f"Tokens of a sequence; {LENGTH} Default: that of the script."),
     ] = None,
     json_name: JsonName = None,
 ) -> int:

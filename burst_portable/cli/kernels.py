@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import track
 
-from burst_portable.cli.flags import METAVAR, RanksPerNode, integer_option, tokens
+from burst_portable.cli.flags import DTYPES, RanksPerNode, integer_option, tokens_option
 from burst_portable.cli.output import JsonName, JsonOption, console, on_stderr, table
-from burst_portable.cli.run.job import DTYPES, cores
+from burst_portable.cli.run.job import cores
 from burst_portable.errors import BackendUnavailableError, InputError
 from burst_portable.utils.text import bytes_text
 
@@ -40,9 +40,7 @@ def kernels(
     dtype: Annotated[str, typer.Option(help=f"With --warm: {', '.join(DTYPES)}.")] = "bfloat16",
     seq_len: Annotated[
         list[int] | None,
-        typer.Option(
-            parser=tokens, metavar=METAVAR, help="With --warm: tokens of the sequence; repeatable. Default: 4096."
-        ),
+        tokens_option(help="With --warm: tokens of the sequence; repeatable. Default: 4096."),
     ] = None,
     ranks: Annotated[int, integer_option(help="With --warm: ranks that share the sequence, at least 1.", min=1)] = 1,
     ranks_per_node: RanksPerNode = None,

@@ -14,9 +14,9 @@ from rich.text import Text
 
 from burst_portable import __version__
 from burst_portable.cli import PROGRAM, flags
-from burst_portable.cli.flags import add_rank_to_errors, number_of_ranks, tokens
+from burst_portable.cli.backend_choice import choose_backend
+from burst_portable.cli.flags import add_rank_to_errors, number_of_ranks
 from burst_portable.cli.output import JsonName, JsonOption, console, table
-from burst_portable.cli.run.job import DTYPES
 from burst_portable.config import LauncherEnv, read_launcher_env
 from burst_portable.errors import InputError, unknown_name
 from burst_portable.utils.text import bytes_text, percent, scaled, seconds_text
@@ -42,14 +42,10 @@ def measure(
     heads: flags.Heads = 32,
     kv_heads: flags.KvHeads = None,
     head_dim: Annotated[int, flags.integer_option(help="Elements per head.")] = 128,
-    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}. Default: bfloat16; float32 on CPUs.")] = None,
+    dtype: flags.DeviceDtype = None,
     seq_len: Annotated[
         int | None,
-        typer.Option(
-            parser=tokens,
-            metavar=flags.METAVAR,
-            help=f"Tokens of the longer kernel call; {flags.LENGTH} Default: 16384; 512 on CPUs.",
-        ),
+        flags.tokens_option(help=f"Tokens of the longer kernel call; {flags.LENGTH} Default: 16384; 512 on CPUs."),
     ] = None,
     ranks_per_node: Annotated[
         int | None, flags.integer_option(help="Ranks per node; measures links inside and between nodes. Default: none.")
@@ -109,10 +105,10 @@ def _job(
             raise InputError(f"{name} is too large", got=number, allowed=f"at most {largest}")
     if seq_len is not None and seq_len < _MIN_TOKENS:
         raise InputError("--seq-len is too short for two lengths", got=seq_len, allowed=f"at least {_MIN_TOKENS}")
-    if dtype is not None and dtype not in DTYPES:
-        raise unknown_name("dtype", dtype, DTYPES)
+    if dtype is not None and dtype not in flags.DTYPES:
+        raise unknown_name("dtype", dtype, flags.DTYPES)
     check_heads(heads, kv_heads)
-    chosen, _ = flags.choose_backend(backend, 1 if launcher or ranks is None else ranks)
+    chosen, _ = choose_backend(backend, 1 if launcher or ranks is None else ranks)
     device_type, on_cpu = chosen.capabilities.device_type, not chosen.capabilities.streams
     if ranks is None:  # one per device, or two on the host, where all share the cores
         ranks = 2 if on_cpu else int(torch.get_device_module(device_type).device_count())

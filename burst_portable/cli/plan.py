@@ -11,10 +11,10 @@ import typer
 
 from burst_portable.backends.selection import machines
 from burst_portable.cli import flags
-from burst_portable.cli.flags import flag, make_named_strategy, with_strategy_flags
 from burst_portable.cli.output import JsonName, JsonOption, check_picture, console, on_stderr, writing
 from burst_portable.cli.plan_comparison import ALL, comparison_facts, show_comparison, unlimited
 from burst_portable.cli.plan_facts import CHECKED_RANKS, Facts, checked_ranks, plan_facts, verification_facts
+from burst_portable.cli.strategy_flags import flag, make_named_strategy, with_strategy_flags
 from burst_portable.config import from_environment
 from burst_portable.errors import InputError, MemoryLimitError, unknown_name
 from burst_portable.planning.hardware import NEXT_STEP, HardwareSpec, MeasuredHardware, read_hardware_spec
@@ -41,9 +41,7 @@ def plan(
     heads: flags.Heads = 32,
     kv_heads: flags.KvHeads = None,
     head_dim: Annotated[int, flags.integer_option(help="Elements per query and key head.")] = 128,
-    v_head_dim: Annotated[
-        int | None, flags.integer_option(help="Elements per value head. Default: as --head-dim.")
-    ] = None,
+    v_head_dim: flags.VHeadDim = None,
     mask: Annotated[
         str,
         typer.Option(
@@ -61,7 +59,7 @@ def plan(
     options: Mapping[str, object],
     batch: Annotated[int, flags.integer_option(help="Sequences per call.")] = 1,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "bfloat16",
-    dropout: Annotated[float, typer.Option(help="Probability of dropout of attention weights.")] = 0.0,
+    dropout: flags.Dropout = 0.0,
     tflops: Annotated[
         float | None, typer.Option(help=f"TFLOP/s per rank, for predicted times. Default: {_DEFAULT_TFLOPS:g}.")
     ] = None,

@@ -12,9 +12,8 @@ from rich.text import Text
 
 from burst_portable import __version__
 from burst_portable.cli import flags
-from burst_portable.cli.flags import tokens
+from burst_portable.cli.backend_choice import choose_backend
 from burst_portable.cli.output import JsonName, JsonOption, console, on_stderr, table
-from burst_portable.cli.run.job import DTYPES
 from burst_portable.errors import InputError, unknown_name
 from burst_portable.planning.kernel_times import MASKS, SCHEMA
 from burst_portable.utils.text import seconds_text
@@ -38,21 +37,15 @@ def time_kernels(
     head_dim: Annotated[
         list[int] | None, flags.integer_option(help="Elements per head; repeatable. Default: 64 and 128.")
     ] = None,
-    v_head_dim: Annotated[
-        int | None, flags.integer_option(help="Elements per value head. Default: as --head-dim.")
-    ] = None,
+    v_head_dim: flags.VHeadDim = None,
     seq_len: Annotated[
         list[int] | None,
-        typer.Option(
-            parser=tokens,
-            metavar=flags.METAVAR,
-            help=f"Tokens of a call; repeatable; {flags.LENGTH} Default: 4096 and 16384; 512 on CPUs.",
-        ),
+        flags.tokens_option(help=f"Tokens of a call; repeatable; {flags.LENGTH} Default: 4096 and 16384; 512 on CPUs."),
     ] = None,
     mask: Annotated[
         list[str] | None, typer.Option(help=f"{', '.join(MASKS)}; repeatable. documents: 16 causal ones. Default: all.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}. Default: bfloat16; float32 on CPUs.")] = None,
+    dtype: flags.DeviceDtype = None,
     softcap: Annotated[float | None, typer.Option(help="Cap of the scores. Default: none.")] = None,
     deterministic: Annotated[bool, typer.Option(help="Time calls with reproducible gradients.")] = False,
     json_name: JsonName = None,
@@ -74,7 +67,7 @@ def time_kernels(
     from burst_portable.measuring.kernel_timing import time_kernels as timed
 
     json_option = JsonOption(json_name)
-    chosen, _ = flags.choose_backend(backend, 1)
+    chosen, _ = choose_backend(backend, 1)
     on_cpu = not chosen.capabilities.streams
     calls = _calls(
         chosen, heads, heads if kv_heads is None else kv_heads, head_dim or [64, 128], v_head_dim,
@@ -131,8 +124,8 @@ def _calls(
     for one in masks:
         if one not in MASKS:
             raise unknown_name("kind of mask", one, MASKS)
-    if dtype not in DTYPES:
-        raise unknown_name("dtype", dtype, DTYPES)
+    if dtype not in flags.DTYPES:
+        raise unknown_name("dtype", dtype, flags.DTYPES)
     device, capped = backend.capabilities.device_type, checked_softcap(softcap)
     return [
         (

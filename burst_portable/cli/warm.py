@@ -14,9 +14,8 @@ from rich.progress import Progress, TextColumn
 from torch import Tensor
 
 from burst_portable.backends.selection import kernels_of, load
-from burst_portable.cli.flags import DEFAULT_LAYOUT
+from burst_portable.cli.flags import DEFAULT_LAYOUT, DTYPES
 from burst_portable.cli.output import JsonOption, console, on_stderr, table
-from burst_portable.cli.run.job import DTYPES
 from burst_portable.cli.run.models import config_of, local_model
 from burst_portable.comm.agreement import call_signature
 from burst_portable.config import from_environment, triton_cache

@@ -13,7 +13,7 @@ import burst_portable
 from burst_portable.backends import selection
 from burst_portable.backends.base import package_error
 from burst_portable.cli import doctor
-from burst_portable.cli.flags import choose_backend
+from burst_portable.cli.backend_choice import choose_backend
 from burst_portable.conformance import check_backend
 from burst_portable.errors import BackendUnavailableError, InputError
 from burst_portable.kernels.base import LazyKernel

@@ -17,9 +17,9 @@ from burst_portable.bench.benchmark import Benchmark
 from burst_portable.bench.entries import Entry
 from burst_portable.bench.task import Setting
 from burst_portable.cli import main
-from burst_portable.cli.flags import flag, make_named_strategy, strategy_flags
 from burst_portable.cli.plan import plan as plan_command
 from burst_portable.cli.run.command import run as run_command
+from burst_portable.cli.strategy_flags import flag, make_named_strategy, strategy_flags
 from burst_portable.conformance import check_backend, oracle
 from burst_portable.errors import BurstError, InputError, StrategyError, UnknownNameError, UnsupportedError
 from burst_portable.planning.call import AttentionCall

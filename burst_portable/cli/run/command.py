@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from burst_portable.cli import flags
-from burst_portable.cli.flags import add_rank_to_errors, number_of_ranks, with_strategy_flags
+from burst_portable.cli.flags import add_rank_to_errors, number_of_ranks
 from burst_portable.cli.output import JsonName, JsonOption, check_folder, json_text, writing
+from burst_portable.cli.strategy_flags import with_strategy_flags
 from burst_portable.errors import BackendUnavailableError, InputError
 
 if TYPE_CHECKING:

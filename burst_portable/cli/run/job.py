@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from burst_portable.backends.base import Backend
     from burst_portable.planning.hardware import HardwareSpec
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 _LARGEST = 1 << 62  # fits the integers of the libraries below, also as a seed
 _RANKS_PER_CORE = 8
 _RANKS_ALWAYS_ALLOWED = 16

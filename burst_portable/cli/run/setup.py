@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.nn import Embedding
 
-from burst_portable.cli.flags import choose_backend, make_named_strategy
+from burst_portable.cli.backend_choice import choose_backend
+from burst_portable.cli.flags import DTYPES
 from burst_portable.cli.run.dropout import check_dropout_is_used, set_dropout
-from burst_portable.cli.run.job import DTYPES, Job, check_memory, check_numbers, check_processes, cores, hardware_of_run
+from burst_portable.cli.run.job import Job, check_memory, check_numbers, check_processes, cores, hardware_of_run
 from burst_portable.cli.run.models import (
     check_tokens,
     checkpoint_of,
@@ -23,6 +24,7 @@ from burst_portable.cli.run.models import (
     silence_transformers,
     tokens_of,
 )
+from burst_portable.cli.strategy_flags import make_named_strategy
 from burst_portable.config import from_environment
 from burst_portable.errors import InputError, unknown_name
 from burst_portable.integrations.transformers.layers.global_positions import can_watch_positions

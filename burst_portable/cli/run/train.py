@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from burst_portable.backends.selection import load
-from burst_portable.cli.flags import make_named_strategy
 from burst_portable.cli.run.dropout import ReferenceDropout, set_dropout
 from burst_portable.cli.run.job import Job, hardware_of_run
 from burst_portable.cli.run.models import (
@@ -29,6 +28,7 @@ from burst_portable.cli.run.models import (
     silence_transformers,
     tokens_of,
 )
+from burst_portable.cli.strategy_flags import make_named_strategy
 from burst_portable.gradients import all_reduce, all_reduce_gradients
 from burst_portable.integrations.transformers import ShardedModel, parallelize
 from burst_portable.integrations.transformers.layouts import sizes_of
