@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from burst_portable.backends.selection import machines
 from burst_portable.cli import flags
 from burst_portable.cli.output import JsonName, JsonOption, check_picture, console, on_stderr, writing
 from burst_portable.cli.plan_comparison import ALL, comparison_facts, show_comparison, unlimited
 from burst_portable.cli.plan_facts import CHECKED_RANKS, Facts, checked_ranks, plan_facts, verification_facts
+from burst_portable.cli.plan_hardware import DEFAULT_BANDWIDTH, DEFAULT_TFLOPS, HardwareOptions
 from burst_portable.cli.strategy_flags import flag, make_named_strategy, with_strategy_flags
-from burst_portable.config import from_environment
 from burst_portable.errors import InputError, MemoryLimitError, unknown_name
-from burst_portable.planning.hardware import NEXT_STEP, HardwareSpec, MeasuredHardware, read_hardware_spec
+from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import Plan
+from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.planner import plan as make_plan
 from burst_portable.strategies.registry import has_option, known, named_if_broken, strategy_name
 from burst_portable.utils.values import check_divides
 
-DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 WITH_DROPOUT = ("triton", "triton-tf32", "reference")
 """Kernels that support dropout. This command imports none of them."""
-_DEFAULT_TFLOPS = 400.0
-_DEFAULT_BANDWIDTH = 100.0  # GB/s between ranks of a node
-_DEVICES_PER_NODE = 8  # usual largest number of devices of a server
 _PROGRESS_RANKS = 64  # up to this many ranks are verified too quickly for a progress bar
-_MIN, _MAX = 1e-6, 1e6  # TFLOP/s and GB/s: outside, predicted times may be infinite or nan
 _MOST = 1_000_000  # ranks of a node, and printed steps
 
 
@@ -61,11 +57,11 @@ def plan(
     dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "bfloat16",
     dropout: flags.Dropout = 0.0,
     tflops: Annotated[
-        float | None, typer.Option(help=f"TFLOP/s per rank, for predicted times. Default: {_DEFAULT_TFLOPS:g}.")
+        float | None, typer.Option(help=f"TFLOP/s per rank, for predicted times. Default: {DEFAULT_TFLOPS:g}.")
     ] = None,
     intra_node_bandwidth: Annotated[
         float | None,
-        typer.Option(help=f"GB/s between ranks of a node, per direction. Default: {_DEFAULT_BANDWIDTH:g}."),
+        typer.Option(help=f"GB/s between ranks of a node, per direction. Default: {DEFAULT_BANDWIDTH:g}."),
     ] = None,
     inter_node_bandwidth: Annotated[
         float | None,
@@ -109,69 +105,41 @@ def plan(
     json_option = JsonOption(json_name, sources=(hardware_file,))
     if check_all and not check:
         raise InputError("--check-all and --no-check exclude each other")
-    _check_rates(tflops=tflops, intra_node_bandwidth=intra_node_bandwidth, inter_node_bandwidth=inter_node_bandwidth)
+    rates = HardwareOptions(hardware_file, tflops, intra_node_bandwidth, inter_node_bandwidth, ranks_per_node)
     _check_counts(ranks_per_node=ranks_per_node, show_steps=show_steps)
-    if dtype not in DTYPES:
-        raise unknown_name("dtype", dtype, DTYPES)
+    if dtype not in ITEMSIZES:
+        raise unknown_name("dtype", dtype, ITEMSIZES)
     if ranks_per_node is not None and ranks > 0:
         check_divides(ranks_per_node, ranks)
-    hardware = _hardware(hardware_file, tflops, intra_node_bandwidth, ranks, dtype, head_dim)
-    if inter_node_bandwidth is not None and not (ranks_per_node or hardware.ranks_per_node):
-        raise InputError(
-            "--inter-node-bandwidth requires several nodes",
-            got="one node",
-            next_step="add --ranks-per-node, the ranks per node",
-        )
-    hardware = hardware.with_nodes(ranks_per_node or 0, inter_node_bandwidth)
-    compare = strategy == ALL
+    hardware = rates.hardware(ranks, dtype, head_dim)
     if picture is not None:
-        if not compare:
+        if strategy != ALL:
             raise InputError(
                 "only a comparison has a picture", got=f"--strategy {strategy}", allowed=f"--strategy {ALL}"
             )
         check_picture(picture, sources=(hardware_file,))
-    if compare and (refused := {name: value for name, value in options.items() if name != "max_memory_mib"}):
-        got = ", ".join(f"{flag(name)} {value}" for name, value in refused.items())
-        next_step = "name one strategy; --strategy all takes --max-memory-mib"
-        raise InputError("--strategy all excludes options of a strategy", got=got, next_step=next_step)
-    name = "auto" if compare else strategy
-    has_nodes = strategy_name(name) in known() and has_option(name, "ranks_per_node")
-    planner = make_named_strategy(name, ranks_per_node if has_nodes else None, options, hardware)
-    make = partial(
-        make_plan, seq_len=seq_len, ranks=ranks, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        v_head_dim=v_head_dim, mask=mask, layout=layout, batch=batch, itemsize=DTYPES[dtype], dropout_p=dropout,
-    )  # fmt: skip
-    too_large: MemoryLimitError | None = None
-    with named_if_broken(planner), console(stderr=True).status("planning"):  # a thousand ranks take seconds
-        try:
-            made = make(strategy=planner)
-        except MemoryLimitError as error:
-            if not compare:
-                raise
-            too_large, made = error, make(strategy=unlimited(planner))
+    planner = _planner(strategy, ranks_per_node, options, hardware)
+
+    def make(planner: Strategy) -> Plan:
+        made = make_plan(
+            strategy=planner, seq_len=seq_len, ranks=ranks, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+            v_head_dim=v_head_dim, mask=mask, layout=layout, batch=batch, itemsize=ITEMSIZES[dtype], dropout_p=dropout,
+        )  # fmt: skip
         if not 0 <= rank < ranks:
             raise InputError("no such rank", got=rank, allowed=f"0 to {ranks - 1}")
-        facts = comparison_facts(made, planner, hardware, too_large) if compare else plan_facts(made, hardware, rank)
-    facts["notes"] = _notes(hardware, ranks, uses_defaults=hardware_file is None and intra_node_bandwidth is None)
-    if dropout:
-        kernels = ", ".join(WITH_DROPOUT)
-        facts["notes"].append(f"only the kernels {kernels} have dropout; the predicted times do not include it")
-    if hardware_file is None and (file := from_environment().hardware_spec):
-        facts["notes"].append(f"plan does not read BURST_HARDWARE_SPEC; --hardware-spec {file} uses its rates")
-    out = console(quiet=json_option.stdout)
-    if compare:
-        show_comparison(out, facts)
-        json_option.write(facts)
-        if picture is not None:
-            from burst_portable.cli.plan_chart import draw_comparison
+        return made
 
-            with writing(picture):
-                picture.write_text(draw_comparison(facts), encoding="utf-8")
-        if too_large is not None:
-            raise too_large
+    notes = [*rates.notes(hardware, ranks), *_dropout_notes(dropout), *rates.setting_notes()]
+    if strategy == ALL:
+        _compare(make, planner, hardware, notes, json_option, picture)
         return 0
     from burst_portable.cli.plan_view import show, show_check
 
+    with _planning(planner):
+        made = make(planner)
+        facts = plan_facts(made, hardware, rank)
+    facts["notes"] = notes
+    out = console(quiet=json_option.stdout)
     with out, named_if_broken(planner):  # `out` writes at the end: an error of the output is not the strategy's
         facts["check"] = _check(made, check_all) if check else {"done": False}
         show(out, made, facts, steps=show_steps)
@@ -180,50 +148,62 @@ def plan(
     return 0 if facts["check"].get("ok", True) else 1
 
 
-def _hardware(
-    file: str | None, tflops: float | None, intra_node_bandwidth: float | None, ranks: int, dtype: str, head_dim: int
-) -> HardwareSpec:
-    """Return the hardware of a file, a known machine, or the options. Each may lack the rate between nodes."""
-    if file is None:
-        return HardwareSpec(
-            tflops=_DEFAULT_TFLOPS if tflops is None else tflops,
-            intra_node_bandwidth=_DEFAULT_BANDWIDTH if intra_node_bandwidth is None else intra_node_bandwidth,
-        )
-    for name, number in (("--tflops", tflops), ("--intra-node-bandwidth", intra_node_bandwidth)):
-        if number is not None:
-            raise InputError(f"--hardware-spec and {name} exclude each other", got=f"{file} and {number:g}")
-    return _measured(file, ranks).hardware_for(ranks, dtype=dtype, head_dim=head_dim)
+def _planner(
+    strategy: str, ranks_per_node: int | None, options: Mapping[str, object], hardware: HardwareSpec
+) -> Strategy:
+    """Return the strategy of the options; `auto` for a comparison, which takes no other option than its limit."""
+    refused = {name: value for name, value in options.items() if name != "max_memory_mib"}
+    if strategy == ALL and refused:
+        got = ", ".join(f"{flag(name)} {value}" for name, value in refused.items())
+        next_step = "name one strategy; --strategy all takes --max-memory-mib"
+        raise InputError("--strategy all excludes options of a strategy", got=got, next_step=next_step)
+    name = "auto" if strategy == ALL else strategy
+    has_nodes = strategy_name(name) in known() and has_option(name, "ranks_per_node")
+    return make_named_strategy(name, ranks_per_node if has_nodes else None, options, hardware)
 
 
-def _measured(file: str, ranks: int) -> MeasuredHardware:
-    """Return the hardware of a file, or of a machine that a backend lists by this name."""
-    if Path(file).exists():
-        return read_hardware_spec(file)
-    names = machines(ranks)
-    if file.lower() in names:
-        return names[file.lower()]
-    what = f"{file} is not a hardware spec file, and no known machine"
-    raise InputError(what, got="no such file", allowed=f"a file, or {', '.join(names)}", next_step=NEXT_STEP)
+@contextmanager
+def _planning(planner: Strategy) -> Iterator[None]:
+    """Show that plans are made, which takes seconds for a thousand ranks. Name a broken strategy in errors."""
+    with named_if_broken(planner), console(stderr=True).status("planning"):
+        yield
 
 
-def _notes(hardware: HardwareSpec, ranks: int, *, uses_defaults: bool) -> list[str]:
-    """Return a note if the default bandwidth is used for more ranks than one node usually has."""
-    if not uses_defaults or hardware.ranks_per_node or ranks <= _DEVICES_PER_NODE:
+def _compare(
+    make: Callable[[Strategy], Plan], planner: Strategy, hardware: HardwareSpec, notes: list[str],
+    json_option: JsonOption, picture: Path | None,
+) -> None:  # fmt: skip
+    """Print and write the costs of all strategies. Raise `MemoryLimitError` after that if none fits in the limit."""
+    too_large: MemoryLimitError | None = None
+    with _planning(planner):
+        try:
+            made = make(planner)
+        except MemoryLimitError as error:
+            too_large, made = error, make(unlimited(planner))
+        facts = comparison_facts(made, planner, hardware, too_large)
+    facts["notes"] = notes
+    show_comparison(console(quiet=json_option.stdout), facts)
+    json_option.write(facts)
+    if picture is not None:
+        from burst_portable.cli.plan_chart import draw_comparison
+
+        with writing(picture):
+            picture.write_text(draw_comparison(facts), encoding="utf-8")
+    if too_large is not None:
+        raise too_large
+
+
+def _dropout_notes(dropout: float) -> list[str]:
+    """Return a note for calls with dropout."""
+    if not dropout:
         return []
-    value = _DEVICES_PER_NODE if ranks % _DEVICES_PER_NODE == 0 else "RANKS"
-    return [f"all links have the same bandwidth; --ranks-per-node {value} predicts {ranks:,} ranks on several nodes"]
+    return [f"only the kernels {', '.join(WITH_DROPOUT)} have dropout; the predicted times do not include it"]
 
 
 def _check_counts(**numbers: int | None) -> None:
     for name, number in numbers.items():
         if number is not None and not 1 <= number <= _MOST:
             raise InputError(f"{flag(name)} is out of range", got=number, allowed=f"an int from 1 to {_MOST:,}")
-
-
-def _check_rates(**numbers: float | None) -> None:
-    for name, number in numbers.items():
-        if number is not None and not _MIN <= number <= _MAX:  # the comparison is False for nan
-            raise InputError(f"{flag(name)} is out of range", got=number, allowed=f"{_MIN:g} to {_MAX:g}")
 
 
 def _check(plan: Plan, check_all: bool) -> Facts:
