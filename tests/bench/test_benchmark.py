@@ -1,12 +1,9 @@
-"""Test the benchmark over threads and through the command."""
+"""Test the benchmark over ranks that are threads, and the files of its rows."""
 
 from __future__ import annotations
 
 import json
-import re
-import signal
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,21 +14,17 @@ from burst_portable.bench.benchmark import Benchmark
 from burst_portable.bench.entries import Entry
 from burst_portable.bench.masks import MASKS
 from burst_portable.bench.oracle import oracle
-from burst_portable.bench.peer_names import PEERS
 from burst_portable.bench.peers import Peer
 from burst_portable.bench.results import SCHEMA, append_rows, compare, markdown, read_rows
-from burst_portable.bench.task import SEED, Setting, Task
+from burst_portable.bench.task import SEED, Task
 from burst_portable.cli import main
-from burst_portable.cli.bench_worker import BenchJob, bench_local
-from burst_portable.cli.process import Ended
 from burst_portable.conformance import oracle as dense
-from burst_portable.errors import CommunicationError, InputError, PeerLostError
+from burst_portable.errors import CommunicationError, InputError
 from burst_portable.layout import make_layout
 from burst_portable.planning.call import Dropout
 from burst_portable.planning.verify import verify
-from burst_portable.strategies.registry import known, make_strategy
-
-SETTING = Setting(heads=4, kv_heads=2, head_dim=8, dtype="float32", layout="zigzag", rounds=1)
+from burst_portable.strategies.registry import make_strategy
+from tests.support.bench_rows import SETTING, measured
 
 
 class PlantedEntry(Entry):
@@ -189,100 +182,6 @@ def test_rank_that_fails_alone_names_the_entry():
         run_threads(2, work)
 
 
-def test_bench_goes_on_without_an_entry_that_ended_a_rank(monkeypatch):
-    """Ranks start again without it. Its other rows are failed, too; a rank lost elsewhere ends the command."""
-    runs, rows = [], []
-
-    def run_processes(job, folder, on_step, worker):
-        runs.append(job.work)
-        for mask, _, _, names in job.work:
-            for name in names:
-                on_step({"entry": name})
-                if name == "dies":
-                    raise PeerLostError("rank 1 ended with code 3")
-            on_step({"entry": ""})
-            if mask == "prefix_lm":
-                raise PeerLostError("rank 1 ended later")
-            on_step({"rows": [{"mask": mask, "entry": name, "status": "ok"} for name in names]})
-
-    monkeypatch.setattr("burst_portable.cli.bench_worker.run_processes", run_processes)
-    work = [(mask, 64, "auto", ["ring", "dies"]) for mask in ("full", "causal")]
-    job = BenchJob(ranks=2, ranks_per_node=None, backend="cpu", device_type="cpu", setting={}, work=work)
-    bench_local(job, rows.extend)
-    assert runs == [work, [(mask, 64, "auto", ["ring"]) for mask in ("full", "causal")]]
-    assert [(row["mask"], row["entry"], row["status"], row.get("reason")) for row in rows] == [
-        ("full", "dies", "failed", "rank 1 ended with code 3"),
-        ("causal", "dies", "failed", "it does not run again, since it ended a rank on full"),
-        ("full", "ring", "ok", None),
-        ("causal", "ring", "ok", None),
-    ]
-    with pytest.raises(PeerLostError, match="later"):
-        bench_local(replace(job, work=[("prefix_lm", 64, "auto", ["ring"])]), rows.extend)
-
-
-@pytest.mark.usefixtures("ranks_are_forked")
-def test_bench_resumes_after_interruption(tmp_path, capfd):
-    rows = tmp_path / "rows.jsonl"
-    arguments = ["bench", "--strategies", "ring,ulysses", "--seq-len", "33,64", "--resume", str(rows), "--json"]
-    assert main([*arguments, "--masks", "causal"]) == 0
-    capfd.readouterr()
-    first = rows.read_text()
-    rows.write_text(first + '{"mask": "ful')  # the interrupted write of a row
-    assert main([*arguments, "--masks", "causal,full"]) == 0
-    found = json.loads(capfd.readouterr().out)["rows"]
-    assert [(row["mask"], row["seq_len"], row["entry"], row["status"]) for row in found] == [
-        (mask, length, entry, "ok")
-        for mask in ("causal", "full")
-        for length in (33, 64)
-        for entry in ("ring", "ulysses")
-    ]
-    assert rows.read_text().startswith(first)
-    assert read_rows(rows)[1] == found
-    assert main(["bench", "compare", str(rows), str(rows)]) == 0
-    assert capfd.readouterr().out.count("1.000") == 16
-
-
-def local_threads(job, on_rows):
-    """Do the work of `bench_local` in threads."""
-    entries = [Entry(name) for name in ("ring", "ulysses")]
-
-    def work(mesh):
-        benchmark = Benchmark(mesh, torch.device("cpu"), SETTING, entries)
-        return [benchmark.measure(*one) for one in job.work]
-
-    for rows in run_threads(job.ranks, work)[0]:
-        on_rows(rows)
-
-
-def test_bench_measures_several_numbers_of_ranks(tmp_path, capsys, monkeypatch):
-    """A file that has the rows of two ranks gets those of three; tables and pictures show both."""
-    monkeypatch.setattr("burst_portable.cli.bench_worker.bench_local", local_threads)
-    file, picture = tmp_path / "rows.jsonl", tmp_path / "a.svg"
-    arguments = ["bench", "--strategies", "ring,ulysses", "--seq-len", "64", "--masks", "full,causal"]
-    arguments += ["--resume", str(file)]
-    assert main([*arguments, "--ranks", "2"]) == 0
-    first = file.read_text()
-    assert main([*arguments, "--ranks", "2,3", "--picture", str(picture)]) == 0
-    assert file.read_text().startswith(first)
-    found = read_rows(file)[1]
-    assert [(row["mask"], row["ranks"], row["entry"], row["status"]) for row in found] == [
-        (mask, ranks, entry, "ok" if (ranks, entry) != (3, "ulysses") else "refused")
-        for ranks in (2, 3)
-        for mask in ("full", "causal")
-        for entry in ("ring", "ulysses")
-    ]
-    assert {row["forward_messages"] for row in found if row["entry"] == "ring"} == {1, 2}
-    out = capsys.readouterr().out
-    assert out.count("ulysses, refused: ") == 1
-    assert [line.split()[:5] for line in out.splitlines() if line.startswith("causal")][-2:] == [
-        ["causal", "64", "3", "auto", "ring"],
-        ["causal", "64", "3", "auto", "ulysses"],
-    ]
-    labels = [text for text in re.findall(r'font-size="17">([^<]+)<', picture.read_text()) if text != "x"]
-    assert labels == ["full", "2 ranks", "full", "3 ranks", "causal", "2 ranks", "causal", "3 ranks"]
-    assert "2 and 3 ranks on" in picture.read_text()
-
-
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("bench-*.json"))
 
 
@@ -357,20 +256,6 @@ def test_compare_reports_ratios_and_statuses():
     assert compare([old], [{**row, "status": "wrong"}]) == [("full, 8 tokens, 2 ranks, auto, ring", "ok", "wrong")]
 
 
-def test_compare_marks_differences_within_the_spread(tmp_path, capsys):
-    row = {"mask": "full", "seq_len": 8, "ranks": 2, "kernel": "auto", "entry": "ring", "status": "ok"}
-    old = {**row, **measured(2.0, 3.0), "forward_spread": 0.02, "backward_spread": 0.02}
-    new = {**row, **measured(2.1, 3.1), "forward_spread": 0.01, "backward_spread": 0.05}
-    assert compare([old], [new])[0][1:] == ("0.952", "0.968 ~")
-    files = [tmp_path / "a.json", tmp_path / "b.json"]
-    for file, one in zip(files, (old, new), strict=True):
-        write_json(file, [one])
-    assert main(["bench", "compare", *map(str, files), "--json", str(tmp_path / "c.json")]) == 0
-    assert "1 marked ~ are within the spread of repeats" in capsys.readouterr().out
-    (found,) = json.loads((tmp_path / "c.json").read_text())["rows"]
-    assert (found["forward"], found["backward"], found["within_spread"]) == ("0.952", "0.968", ["backward"])
-
-
 def test_read_rows_names_the_damaged_line(tmp_path):
     path = tmp_path / "rows.jsonl"
     row = {"mask": "full", "seq_len": 8, "ranks": 2, "kernel": "auto", "entry": "ring", "status": "ok"}
@@ -409,110 +294,6 @@ def test_layout_of_any_mask_is_used_and_others_are_refused(capsys):
     assert "allowed: masks of documents (full, causal and window are one document)" in error
 
 
-def test_bench_takes_layouts_of_documents_with_their_masks(tmp_path, monkeypatch):
-    monkeypatch.setattr("burst_portable.cli.bench_worker.bench_local", own_threads)
-    masks = "full,causal,causal_sliding,causal_document,sliding_document"
-    arguments = ["bench", "--strategies", "ring", "--seq-len", "64", "--masks", masks]
-    file = tmp_path / "a.json"
-    assert main([*arguments, "--layout", "whole_documents", "--json", str(file)]) == 0
-    settings, rows = read_rows(file)
-    assert settings["layout"] == "whole_documents"
-    assert [row["status"] for row in rows] == ["ok"] * 5
-
-
-@pytest.mark.parametrize(
-    ("text", "missing"),
-    [("ours", PEERS), ("ours,ring", PEERS), ("all", ()), ("yunchang,ours", set(PEERS) - {"yunchang"})],
-)
-def test_bench_takes_groups_of_strategies_in_lists(text, missing, capsys, monkeypatch):
-    """Each entry runs once, in the order in which it is named first."""
-    jobs = []
-    monkeypatch.setattr("burst_portable.cli.bench_worker.bench_local", lambda job, on_rows: jobs.append(job))
-    monkeypatch.setattr("burst_portable.cli.bench.available_peers", lambda *, on_cpu: [*PEERS])
-    assert main(["bench", "--masks", "causal", "--seq-len", "64", "--strategies", text]) == 0
-    ((_, _, _, names),) = jobs[0].work
-    expected = [*known(), *PEERS]
-    if text.startswith("yunchang"):
-        expected.insert(0, "yunchang")
-    assert list(names) == [name for name in dict.fromkeys(expected) if name not in missing]
-
-
-def test_bench_measures_repeated_choices_once(monkeypatch):
-    jobs = []
-    monkeypatch.setattr("burst_portable.cli.bench_worker.bench_local", lambda job, on_rows: jobs.append(job))
-    arguments = ["--masks", "full,causal,full", "--seq-len", "64,33,64", "--kernels", "auto,reference,auto"]
-    assert main(["bench", "--strategies", "ring,burst,ring", "--ranks", "2,2", *arguments]) == 0
-    found = [(job.ranks, *one[:3], *one[3]) for job in jobs for one in job.work]
-    choices = product(["full", "causal"], [64, 33], ["auto", "reference"])
-    assert found == [(2, *one, "ring", "burst") for one in choices]
-
-
-def test_bench_names_groups_of_strategies_in_errors(capsys):
-    assert main(["bench", "--strategies", "our"]) == 2
-    error = capsys.readouterr().err
-    assert "unknown strategy; got 'our'; allowed: all, " in error
-    assert "did you mean 'ours'" in error
-
-
-def test_bench_without_any_measured_entry_returns_1(capsys, monkeypatch):
-    """Three ranks cannot divide four heads."""
-    monkeypatch.setattr("burst_portable.cli.bench_worker.bench_local", local_threads)
-    arguments = ["bench", "--ranks", "3", "--seq-len", "64", "--masks", "causal", "--strategies"]
-    assert main([*arguments, "ulysses"]) == 1
-    assert capsys.readouterr().err == (
-        "burst-portable: no entry was measured: 1 refused, wrong or failed, for the reasons above\n"
-    )
-    assert main([*arguments, "ring,ulysses"]) == 0
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(("kept", "count"), [(True, 2), (False, 2), (True, 0), (False, 0)])
-def test_interrupted_bench_tells_how_it_goes_on(tmp_path, capsys, monkeypatch, kept, count):
-    def interrupted(job, on_rows):
-        if count:
-            on_rows([{"mask": "full", "entry": "ring"}] * count)
-        raise Ended(signal.SIGINT)
-
-    monkeypatch.setattr("burst_portable.cli.bench_worker.bench_local", interrupted)
-    file = tmp_path / "my rows.jsonl"
-    words = ["bench", "--strategies", "ring", *(["--resume", str(file)] if kept else [])]
-    monkeypatch.setattr("sys.argv", ["burst-portable", *words])
-    assert main() == 130
-    command = "burst-portable bench --strategies ring"
-    if not count:
-        again = f"{command} --resume '{file}'" if kept else command
-        assert capsys.readouterr().err == (
-            f"burst-portable: interrupted before the first row; to begin again: {again}\n"
-        )
-        assert not file.exists()
-        return
-    told = f"interrupted; {file} keeps 2 rows; to go on: {command} --resume '{file}'"
-    lost = f"interrupted; 2 rows are lost; with --resume FILE, rows are kept: {command} --resume rows.jsonl"
-    assert capsys.readouterr().err == f"burst-portable: {told if kept else lost}\n"
-
-
-def test_bench_lists_entries_that_ended_a_rank_in_order(capsys, monkeypatch):
-    def out_of_order(job, on_rows):
-        (mask, length, kernel, names), *_ = job.work
-        for name in reversed(names):
-            where = {"mask": mask, "seq_len": length, "ranks": job.ranks, "kernel": kernel}
-            on_rows([{**where, "entry": name, "status": "failed", "reason": "it ended a rank"}])
-
-    monkeypatch.setattr("burst_portable.cli.bench_worker.bench_local", out_of_order)
-    assert main(["bench", "--strategies", "ring,burst,usp", "--masks", "full", "--json"]) == 1
-    assert [row["entry"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["ring", "burst", "usp"]
-
-
-def test_bench_rejects_short_forms_among_names_of_masks(capsys):
-    assert main(["bench", "--masks", "full,window:5"]) == 2
-    assert "pass short forms with --mask, once for each: --mask window:5" in capsys.readouterr().err
-
-
-def test_bench_rejects_sequences_that_no_rank_can_hold(capsys):
-    assert main(["bench", "--seq-len", "64,17m"]) == 2
-    assert "a sequence is too long; got --seq-len 64,17m; allowed: at most 16,777,216 tokens" in capsys.readouterr().err
-
-
 def test_markdown_groups_reasons_by_entry():
     base = {"seq_len": 8, "ranks": 2, "kernel": "auto", "entry": "usp", "status": "refused", "reason": "heads | ranks"}
     rows = [{**base, "mask": mask} for mask in ("full", "causal")]
@@ -536,65 +317,10 @@ def test_entry_that_cannot_divide_heads_has_reason():
         assert "cannot divide these heads" in ulysses["reason"]
 
 
-def test_bench_rejects_an_unknown_kernel(capsys):
-    assert main(["bench", "--kernels", "auto,cpu_flsh"]) == 2
-    assert "did you mean 'cpu_flash'" in capsys.readouterr().err
-
-
-SETTINGS = {"schema": SCHEMA, "version": "1", "backend": "cpu", "heads": 4, "kv_heads": 2, "head_dim": 8,
-            "dtype": "float32", "layout": "zigzag", "rounds": 3}  # fmt: skip
-
-
-def write_json(path, rows, **settings):
-    path.write_text(json.dumps({"settings": {**SETTINGS, **settings}, "rows": rows}, indent=1))
-
-
-def measured(forward, backward, flops=1e12):
-    """Return the numbers of a row with the status "ok"."""
-    times = {"forward": forward, "backward": backward}
-    return {
-        **{f"{name}_seconds": value for name, value in times.items()},
-        **{f"{name}_tflops": flops / 1e12 / value for name, value in times.items()},
-        **{f"{name}_sent_bytes": 64 for name in times},
-        "peak_bytes": None,
-    }
-
-
 def test_compare_of_other_sizes_compares_the_rate_of_work():
     """Twice as many heads in twice the time are equally fast."""
     row = {"mask": "full", "seq_len": 8, "ranks": 2, "kernel": "auto", "entry": "ring", "status": "ok"}
     assert compare([row | measured(2.0, 3.0)], [row | measured(4.0, 6.0, flops=2e12)])[0][1:] == ("1.000", "1.000")
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"status": None}, "no status in row 2"),
-        ({"status": "fine"}, "the status of row 2 is 'fine', none of ok, refused, wrong, failed"),
-        ({"status": "wrong"}, "no reason in row 2"),
-        ({"mask": None}, "no mask in row 2"),
-        ({"forward_tflops": None}, "no forward_tflops in row 2"),
-        ({"backward_seconds": 0.0}, "backward_seconds of row 2 is 0.0, not a positive number"),
-        ({"backward_seconds": "fast"}, "backward_seconds of row 2 is 'fast', not a positive number"),
-        ({"forward_tflops": float("nan")}, "forward_tflops of row 2 is nan, not a positive number"),
-        ({"forward_sent_bytes": -1}, "forward_sent_bytes of row 2 is -1, not a number from 0"),
-        ({"forward_spread": "x"}, "forward_spread of row 2 is 'x', not a number from 0"),
-        ({"peak_bytes": True}, "peak_bytes of row 2 is True, not a number from 0"),
-    ],
-)
-def test_files_with_damaged_rows_are_rejected(changes, told, tmp_path, capsys):
-    """None removes a name. Every command that reads files names the row."""
-    row = {"mask": "full", "seq_len": 64, "ranks": 2, "kernel": "auto", "entry": "ring", "status": "ok"}
-    right = row | measured(1.0, 2.0)
-    wrong = {name: value for name, value in {**right, **changes}.items() if value is not None or name == "peak_bytes"}
-    files = [tmp_path / "a.json", tmp_path / "b.json"]
-    write_json(files[0], [right])
-    write_json(files[1], [right, wrong])
-    lines = tmp_path / "rows.jsonl"
-    append_rows(lines, SETTINGS, [right, wrong])
-    for words in (["compare", *files], ["draw", files[1], "--picture", tmp_path / "a.svg"], ["--resume", lines]):
-        assert main(["bench", *map(str, words)]) == 2
-        assert told in capsys.readouterr().err
 
 
 def test_files_without_settings_are_rejected(tmp_path):
@@ -604,120 +330,12 @@ def test_files_without_settings_are_rejected(tmp_path):
         read_rows(file)
 
 
-def test_bench_resume_keeps_a_file_of_json(tmp_path, capsys):
-    """Rows after its object would end in a file that no command reads."""
-    file = tmp_path / "a.json"
-    write_json(file, [])
-    before = file.read_bytes()
-    assert main(["bench", "--ranks", "2", "--masks", "full", "--strategies", "ring", "--resume", str(file)]) == 2
-    assert "rows cannot be appended to this file" in capsys.readouterr().err
-    assert file.read_bytes() == before
-
-
-def test_bench_compare_tells_differences_of_files(tmp_path, capsys):
-    where = {"mask": "full", "seq_len": 64, "ranks": 2, "kernel": "auto", "status": "ok"}
-    rows = [where | {"entry": name, **measured(1.0, 2.0)} for name in ("ring", "burst")]
-    first, second, third = (tmp_path / f"{name}.json" for name in "abc")
-    write_json(first, rows, dtype="float32")
-    write_json(second, rows[:1], dtype="bfloat16")
-    write_json(third, rows[1:], dtype="bfloat16")
-    assert main(["bench", "compare", str(first), str(second), "--json", "-"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["differences"] == ["dtype: float32, then bfloat16", "1 row only in the first file"]
-    assert [(row["forward"], row["backward"]) for row in told["rows"]] == [("1.000", "1.000")]
-    assert main(["bench", "compare", str(second), str(third)]) == 2
-    assert "no row in common" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (["compare", "a", "b", "--picture", "c.svg"], "bench compare has no such option; got --picture"),
-        (["draw", "a", "--picture", "c.svg", "--json", "-"], "bench draw has no such option; got --json"),
-        (["draw", "a", "--picture", "c.svg", "--markdown", "c.md"], "bench draw has no such option; got --markdown"),
-    ],
-)
-def test_bench_of_files_rejects_other_options(words, error, capsys):
-    assert main(["bench", *words]) == 2
-    assert error in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("text", ["", '{"schema": "burst_por'])
 def test_read_rows_names_a_file_without_a_complete_line(text, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(text)
     with pytest.raises(InputError, match="no complete line"):
         read_rows(file)
-
-
-@pytest.mark.parametrize("lengths", ["64,1", "0", "64,x"])
-def test_bench_rejects_lengths(lengths, capsys):
-    assert main(["bench", "--seq-len", lengths]) == 2
-    assert "--seq-len" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("ranks", ["2,0", "two", "2,", "-1"])
-def test_bench_rejects_numbers_of_ranks(ranks, capsys):
-    assert main(["bench", "--ranks", ranks]) == 2
-    assert "not a number of ranks" in capsys.readouterr().err
-
-
-def test_bench_rejects_several_sizes_under_launcher(monkeypatch, capsys):
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost"),
-                        ("MASTER_PORT", "29500")):  # fmt: skip
-        monkeypatch.setenv(name, value)
-    assert main(["bench", "--ranks", "2,4"]) == 2
-    assert "a launcher starts one number of ranks; got --ranks 2,4; allowed: 2, or no" in capsys.readouterr().err
-
-
-def test_bench_takes_own_mask_and_sizes(tmp_path, capsys, monkeypatch):
-    """Only the own mask is measured unless --masks is given; the bytes are those of the given heads."""
-    monkeypatch.setattr("burst_portable.cli.bench_worker.bench_local", own_threads)
-    own = ["--mask", "window:9:0", "--mask", "documents:0,20,64"]
-    arguments = ["bench", "--strategies", "ring", "--seq-len", "64", "--json", str(tmp_path / "a.json"), *own]
-    assert main([*arguments, "--heads", "6", "--kv-heads", "3", "--head-dim", "16"]) == 0
-    settings, rows = read_rows(tmp_path / "a.json")
-    assert [settings[name] for name in ("heads", "kv_heads", "head_dim")] == [6, 3, 16]
-    assert [(row["mask"], row["status"]) for row in rows] == [("window:9:0", "ok"), ("documents:0,20,64", "ok")]
-    assert rows[0]["forward_sent_bytes"] == 32 * 3 * 16 * 2 * 4
-    assert main([*arguments, "--masks", "full", "--heads", "2"]) == 0
-    settings, rows = read_rows(tmp_path / "a.json")
-    assert settings["kv_heads"] == 2
-    assert [row["mask"] for row in rows] == ["full", "window:9:0", "documents:0,20,64"]
-
-
-def own_threads(job, on_rows):
-    """Do the work of `bench_local` in threads, with the sizes of the job."""
-
-    def work(mesh):
-        benchmark = Benchmark(mesh, torch.device("cpu"), Setting(**job.setting), [Entry("ring")])
-        return [benchmark.measure(*one) for one in job.work]
-
-    for rows in run_threads(job.ranks, work)[0]:
-        on_rows(rows)
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        (
-            ["--mask", "documents:0,900"],
-            "the mask documents:0,900 for --seq-len 512: the mask 'documents(1)' is",
-        ),
-        (
-            ["--mask", "share_question:4"],
-            "the mask share_question:4 for --seq-len 512: share_question needs",
-        ),
-        (["--mask", "windw:3"], "unknown mask; got 'windw'"),
-        (["--mask", "window:x"], "the mask 'window:x' cannot be read; allowed: window:LEFT[:RIGHT]"),
-        (["--heads", "6", "--kv-heads", "4"], "query heads are not a multiple"),
-        (["--kv-heads", "0"], "kv_heads"),
-        (["--head-dim", "2000"], "head_dim is too large"),
-    ],
-)
-def test_bench_rejects_sizes_and_masks_before_ranks_start(options, error, capsys):
-    assert main(["bench", "--strategies", "ring", *options]) == 2
-    assert error in capsys.readouterr().err
 
 
 def test_plan_of_an_entry_is_verified_once(monkeypatch):
