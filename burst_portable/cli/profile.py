@@ -134,7 +134,7 @@ def trace(
 
     from burst_portable.profiling.intervals import FIELDS
     from burst_portable.profiling.report.tables import NAMES
-    from burst_portable.profiling.tracing import read_trace
+    from burst_portable.profiling.trace_files import read_trace
     from burst_portable.utils.text import percent, time_text
 
     json_option = JsonOption(json_name, sources=files)

@@ -1,4 +1,4 @@
-"""Assign the events of the vendor's tracer to the plan (level "kernels"), and read traces of other programs.
+"""Trace this process with the vendor's tracer (level "kernels"), and assign the events to the plan.
 
 Each kernel call and each message of the plan runs inside an annotation. The tracer ties each device event to the host
 call that launched it, and that call is inside one of these annotations, or in none::
@@ -12,126 +12,23 @@ Without a traced device, torch's operators on the host replace the kernels.
 
 from __future__ import annotations
 
-import re
 import tempfile
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from burst_portable.backends import base as backends
-from burst_portable.backends.selection import as_kineto, for_device
-from burst_portable.errors import InputError, UnsupportedError, in_a_line
-from burst_portable.profiling.event_tables import KernelTrace, PlanLocation, Table
-from burst_portable.profiling.intervals import Timeline, contention, union, with_unit
-from burst_portable.utils.files import parse_json, read_json
-
-_COMMUNICATION = re.compile(r"nccl|rccl|hccl|hcom|memcpy p(to|2)p|peer.?to.?peer", re.IGNORECASE)
-_WAITING = re.compile(r"wait_?(signal|value|flag)|(signal|stream|event|notify)_?wait", re.IGNORECASE)
-_MAX_BYTES = 1 << 30  # of a trace, unpacked
-_MAX_TIME = 1 << 62  # nanoseconds since 1970: the year 2116
-_ADVICE = "pass JSON with traceEvents, as torch.profiler's export_chrome_trace writes it"
-_COPIES = ("gpu_memcpy", "gpu_memset", "memcpy", "memset")  # older files have Memcpy
-
-
-def read_trace(path: str | Path) -> dict[str, Any]:
-    """Return the partition of one rank's trace: `rank`, `events`, and `intervals.FIELDS` in nanoseconds (`span_ns`).
-
-    Raises:
-        InputError: If the file is not a trace, or contains no event of a device.
-    """
-    data = load_trace(Path(path))
-    spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    try:
-        info = data.get("distributedInfo") or {}
-        rank = int(info["rank"]) if "rank" in info else None
-        for event in events_of_trace(data):
-            if kind := kind_of(event.category, event.name):
-                spans[kind].append((event.start, event.end))
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        what = f"{path} is not a trace of torch.profiler: an event cannot be read"
-        raise InputError(what, got=in_a_line(error)) from error
-    if not spans:
-        raise InputError(
-            f"{path} contains no event of a device",
-            next_step="record with ProfilerActivity.CUDA; on CPUs, use profile() of burst_portable instead",
-        )
-    compute, comm, copy, waits = (
-        np.array(spans[kind], dtype=np.int64).reshape(-1, 2) for kind in ("compute", "comm", "copy", "wait")
-    )
-    partition = Timeline.of(compute, np.concatenate((comm, waits)), copy, waits).partition()
-    return {"rank": rank, "events": sum(map(len, spans.values())), **with_unit(partition)}
-
-
-def kind_of(category: str, name: str) -> str | None:
-    """Return "compute", "comm", "wait" or "copy"; None for an event that did not run on a device."""
-    category = category.lower()
-    if category != "kernel" and category not in _COPIES:
-        return None
-    if _WAITING.search(name):
-        return "wait"
-    if _COMMUNICATION.search(name):
-        return "comm"
-    return "compute" if category == "kernel" else "copy"
-
-
-class TraceEvent(NamedTuple):
-    """One span of a trace, in nanoseconds. An event of a device and the call that launched it share `correlation`."""
-
-    category: str
-    name: str
-    thread: tuple[Any, Any]
-    start: int
-    end: int
-    correlation: Any
-
-
-def events_of_trace(data: dict[str, Any]) -> Iterator[TraceEvent]:
-    """Yield all spans of a trace that `load_trace` read. A malformed event raises an error of Python."""
-    base = int(data.get("baseTimeNanoseconds", 0))
-    for event in data["traceEvents"]:
-        if event.get("ph") == "X":
-            start = base + _nanoseconds(event["ts"])
-            end = start + _nanoseconds(event.get("dur", 0))
-            if not 0 <= start <= end < _MAX_TIME:
-                raise ValueError(f"an event from {start} to {end} ns")
-            category, name = str(event.get("cat", "")), str(event.get("name", ""))
-            correlation = (event.get("args") or {}).get("correlation")
-            yield TraceEvent(category, name, (event.get("pid"), event.get("tid")), start, end, correlation)
-
-
-def load_trace(path: Path) -> dict[str, Any]:
-    """Read a file of Kineto's JSON, also .gz. Raise `InputError` if it is not such a trace."""
-    return _checked(read_json(path, "a trace", _MAX_BYTES, parse_float=Decimal, next_step=_ADVICE), str(path))
-
-
-def _checked(data: Any, path: str) -> dict[str, Any]:
-    if isinstance(data, list):
-        data = {"traceEvents": data}
-    if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
-        raise InputError(f"{path} is not a trace", got="JSON without a list of traceEvents", next_step=_ADVICE)
-    try:
-        return {**data, "traceEvents": as_kineto(data["traceEvents"])}
-    except (AttributeError, TypeError) as error:
-        raise InputError(f"{path} is not a trace: an event cannot be read", got=str(error)[:200]) from error
-
-
-def _nanoseconds(microseconds: Any) -> int:
-    """Convert microseconds: any number, or a string as some profilers write."""
-    try:
-        number = Decimal(str(microseconds).strip())  # a float of microseconds since 1970 would have no nanoseconds
-    except InvalidOperation:
-        raise ValueError(f"{str(microseconds)[:40]!r} for a time") from None
-    if not abs(number) * 1000 < _MAX_TIME:  # before it becomes an int, which may have a billion digits
-        raise ValueError("a time out of range")
-    return int(number * 1000)
+from burst_portable.backends.selection import for_device
+from burst_portable.errors import InputError, UnsupportedError
+from burst_portable.profiling.event_tables import KernelTrace, PlanLocation
+from burst_portable.profiling.trace_files import MAX_TIME, TraceEvent, checked_trace, events_of_trace, kind_of
+from burst_portable.utils.files import parse_json
 
 
 class TorchTracer:
@@ -197,7 +94,7 @@ class Tracer:
     def kernel_traces(self) -> dict[int, KernelTrace]:
         """Return the kernels of each rank of this process. Raise the same errors as `write`."""
         name = "the tracer's file"
-        return join(_checked(parse_json(self._bytes(), name, "a trace", parse_float=Decimal), name))
+        return join(checked_trace(parse_json(self._bytes(), name, "a trace", parse_float=Decimal), name))
 
     def _bytes(self) -> bytes:
         if self._trace is None:
@@ -261,52 +158,5 @@ class _Annotations:
     def at(self, thread: Any, moment: int) -> PlanLocation | None:
         """Return the location that a thread was annotated with at a time; None if there was none."""
         ranges = self._ranges.get(thread, [])
-        index = bisect_right(ranges, (moment, _MAX_TIME)) - 1
+        index = bisect_right(ranges, (moment, MAX_TIME)) - 1
         return ranges[index][2] if index >= 0 and moment < ranges[index][1] else None
-
-
-def trace_summary(trace: KernelTrace, compute: Table | None = None) -> dict[str, Any]:
-    """Return the time by location and name, the longest first; with a device, also partition and contention.
-
-    Which kernels do equal work is derived from the marked kernel calls of the rank, if they are given.
-    """
-    rows = trace.rows
-    columns = rows[:, [2, 3, 5, 4]]
-    keys, group, counts = np.unique(columns, axis=0, return_inverse=True, return_counts=True)
-    times = np.zeros(len(keys), dtype=np.int64)
-    np.add.at(times, group.reshape(-1), rows[:, 7] - rows[:, 6])
-    kernels = [
-        {
-            "backward": backward,
-            "ring_step": step,
-            "activity": trace.names[name][0],
-            "kind": KernelTrace.KINDS[kind],
-            "name": trace.names[name][1],
-            "count": count,
-            "time_ns": time,
-        }
-        for (backward, step, name, kind), count, time in zip(
-            keys.tolist(), counts.tolist(), times.tolist(), strict=True
-        )
-    ]
-    kernels.sort(key=lambda k: -k["time_ns"])
-    measured = _measure(trace, compute) if trace.on_device else {"partition": None, "contention": None}
-    return {"on_device": trace.on_device, **measured, "kernels": kernels}
-
-
-def _measure(trace: KernelTrace, compute: Table | None) -> dict[str, Any]:
-    """Return partition and contention of a device's kernels."""
-    rows = trace.rows
-    kernels, comm, waits, copies = (rows[rows[:, 4] == kind] for kind in range(len(KernelTrace.KINDS)))
-    timeline = Timeline.of(kernels[:, 6:], np.concatenate((comm, waits))[:, 6:], copies[:, 6:], waits[:, 6:])
-    names = np.unique([name for _, name in trace.names], return_inverse=True)[1].reshape(-1)
-    work = np.stack((kernels[:, 2], names[kernels[:, 5]], _pairs(kernels, compute)), axis=1)
-    slowdown = contention(kernels[:, 6:], work, union(comm[:, 6:]))
-    return {"partition": with_unit(timeline.partition()), "contention": slowdown}
-
-
-def _pairs(kernels: NDArray[np.int64], compute: Table | None) -> NDArray[np.int64]:
-    """Return the number of pairs that the plan assigns to each kernel; 0 if unknown."""
-    marked = [] if compute is None else zip(map(tuple, compute.locations.tolist()), compute["pairs"], strict=True)
-    known = dict(marked)
-    return np.array([known.get(tuple(location), 0) for location in kernels[:, :4].tolist()], dtype=np.int64)

@@ -54,7 +54,7 @@ VIOLATIONS = (
     ("api", "profiling.session", {"layers"}),
     ("runtime.prepare", "profiling.session", {"layers"}),
     ("integrations.transformers.loss", "conformance.suite", {"layers"}),
-    ("profiling.tracing", "profiling.analysis.analyze", {"acyclic"}),
+    ("profiling.intervals", "profiling.analysis.analyze", {"acyclic"}),
     ("cli.output", "cli.plan_view", {"acyclic"}),
     ("mask", "torch", {"pure"}),
     ("strategies.ring", "torch", {"pure"}),

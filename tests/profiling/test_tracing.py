@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import burst_portable as bp
+from burst_portable.profiling.analysis.trace_summary import trace_summary
 from burst_portable.profiling.event_tables import PlanLocation, RankRecords, pack, unpack
-from burst_portable.profiling.tracing import join, trace_summary
+from burst_portable.profiling.tracing import join
 from tests.support.synthetic_records import Maker
 
 RANKS = 2

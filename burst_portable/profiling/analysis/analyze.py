@@ -1,4 +1,4 @@
-"""Compute the data of a report from records: partitions, links, causes, efficiency, bottlenecks, events.
+"""Compute the data of a report from the records of all ranks: `analyze`.
 
 Times, bytes and FLOPs are integers. `evidence` lists the source of each field.
 """
@@ -7,23 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from burst_portable.planning.plans import PASSES
-from burst_portable.profiling.analysis.bottlenecks import (
-    add_usual_shares,
-    find_bottlenecks,
-    summarize,
-    whole_time,
-)
+from burst_portable.profiling.analysis.bottlenecks import find_bottlenecks, whole_time
 from burst_portable.profiling.analysis.causes import find_causes, passes_of
 from burst_portable.profiling.analysis.efficiency import balance, efficiency
+from burst_portable.profiling.analysis.events import events_of
+from burst_portable.profiling.analysis.evidence import EVIDENCE
 from burst_portable.profiling.analysis.matching import Messages, align, match
-from burst_portable.profiling.event_tables import LOCATION, NEVER, RankRecords, Table
+from burst_portable.profiling.analysis.summary import add_usual_shares, summarize
+from burst_portable.profiling.analysis.trace_summary import trace_summary
+from burst_portable.profiling.analysis.train_steps import training
+from burst_portable.profiling.event_tables import LOCATION, NEVER, RankRecords
 from burst_portable.profiling.intervals import (
     Timeline,
     contention,
@@ -34,160 +33,6 @@ from burst_portable.profiling.intervals import (
     union,
     with_unit,
 )
-from burst_portable.profiling.tracing import trace_summary
-from burst_portable.utils.text import percent, time_text
-
-LANE_KINDS = ("compute", "wait", "post", "collective", "transfer", "copy")
-COLUMNS = ("kind", "start_ns", "duration_ns", "train_step", "attention_call", "backward", "ring_step", "a", "b", "work")
-"""Columns of events. `a`, `b`: owners of queries and keys (compute), peer and owner (wait, transfer), else -1.
-`work`: FLOPs or bytes."""
-
-
-def events_of(records: Sequence[RankRecords], messages: Messages) -> dict[str, Any]:
-    """Return every rank's events in the order of their starts, in nanoseconds since `origin_ns`."""
-    rows = {one.rank: _rank_events(one, messages) for one in records}
-    origin = min((int(r[:, 1].min()) for r in rows.values() if len(r)), default=0)
-    ranks = []
-    for one in records:
-        data = rows[one.rank]
-        data[:, 1] -= origin
-        data = data[np.argsort(data[:, 1], kind="stable")]
-        ranks.append({"rank": one.rank, **{name: data[:, i].tolist() for i, name in enumerate(COLUMNS)}})
-    return {"origin_ns": origin, "kinds": list(LANE_KINDS), "ranks": ranks}
-
-
-def _rank_events(one: RankRecords, messages: Messages) -> NDArray[np.int64]:
-    compute, message, collective, copy = (one.table(k) for k in ("compute", "message", "collective", "copy"))
-    posts = message.posts()
-    _, first = np.unique(posts["start"], return_index=True)  # messages that were posted together are one event
-    posts = posts.select(first)
-    observed = (messages.target == one.rank) & messages.is_observed
-    received, transfers = messages.receive.select(observed), messages.transfers()[observed]
-    return np.concatenate(
-        (
-            _rows("compute", compute, compute.spans(), "q_owner", "k_owner", "flops"),
-            _rows("wait", message, message.waits(), "peer", "owner", "bytes"),
-            _rows("collective", collective, collective.spans(), work="bytes"),
-            _rows("copy", copy, copy.spans()),
-            _rows("post", posts, posts.spans()),
-            _rows("transfer", received, transfers, "peer", "owner", "bytes"),
-        )
-    )
-
-
-def _rows(
-    kind: str, table: Table, spans: NDArray[np.int64], a: str = "", b: str = "", work: str = ""
-) -> NDArray[np.int64]:
-    """Return rows of `COLUMNS`; `a`, `b` and `work` name columns of the table."""
-    start, end = spans.T
-    owners = (table[name] if name else -1 for name in (a, b))
-    columns = LANE_KINDS.index(kind), start, end - start, *table.locations.T, *owners, table[work] if work else 0
-    return np.stack(np.broadcast_arrays(*columns), axis=1)
-
-
-EVIDENCE = {
-    "span_ns, window_ns": "events: from the first mark of a rank to its last",
-    "compute_ns, kernels": "events: marks around each kernel call",
-    "blocking_ns, sender_wait_ns, transfer_wait_ns": "events: marks around each wait and each collective",
-    "comm_ns, exposed_comm_ns, overlap_ns": "events: waits, posts, collectives, and transfers with an observed "
-    "arrival; a transfer that ended before any rank waited for it is not counted",
-    "exposed_copy_ns": "events: marks around the packing of messages and the addition of gradients",
-    "shortest_ns, median_ns, longest_ns, duration_ns": "events: from one mark of a training step to the next",
-    "attention_ns, longest_attention_ns, attention_share": "events: the part of training steps in passes of attention, "
-    "from each pass's first mark to its last",
-    "idle_ns, idle_between_kernels_ns, idle_outside_attention_ns": "events: time without any event",
-    "transfer_ns, bytes_per_second, observed_messages, observed_bytes": "events: from the time when both ends had "
-    "posted to the arrival, as a watching stream or the waiting receiver observed it; otherwise only an upper bound is "
-    "known",
-    "wait_ns": "events: both ends of each message on one clock, followed to the activity of the late rank",
-    "lost_ns, share, usual_share, spread, standard_error, measured, measured_ns": "events: differences of the times "
-    "above",
-    "core_wait_ns": "events: the scheduler's count of time in which threads of the process could run and had no core",
-    "overlapped, isolated, ratio": "events: kernels during communication against the same kernels in isolation; at "
-    "level kernels, by the trace",
-    "uncertainty_ns, offsets_ns": "events: the clocks of several hosts, aligned on messages",
-    "ppm, uncertainty_ppm": "events: an anchor of the device's clock to the host's at each end of the session",
-    "watts, megahertz, celsius, joules, sensors": "events: the device's own sensors, read ten times per second",
-    "flops_per_second": "events: FLOPs of the plan over marked time",
-    "time_ns": "trace: the vendor's own tracer, joined by the launching call",
-    "full_step_ns, without_communication_ns, without_computing_ns, without_both_ns, exposed_communication_ns, "
-    "exposed_computing_ns, hidden_ns": "ablation: the host's clock around a step without attention's messages, without "
-    "its kernels, and without both, the shortest of several runs each; and differences of these",
-    "flops, pairs, tiles, bytes, sent_bytes, received_bytes, messages, messages_sent, planned_sent_bytes, planned, "
-    "layouts": "plan: exact mask area, and the bytes of the buffers that were sent",
-    "flops_per_byte": "plan: FLOPs over the bytes of each row read or written once",
-    "predicted_ns, planned_flops_per_second, planned_bytes_per_second, seconds, compute_seconds, link_seconds, "
-    "memory_bytes, tflops, intra_node_bandwidth": "estimate: the plan's cost on the hardware that `plans` names, "
-    "without contention and without slow ranks",
-    "peak_flops_per_second, memory_bytes_per_second": "estimate: the vendor's data sheet, or a short measurement on "
-    "this machine, as the peak's source says",
-    "ceiling_flops_per_second, ceiling_fraction": "estimate: the roofline, min(peak, FLOPs per byte x memory "
-    "bandwidth), and the fraction that was reached",
-}
-"""Fields of the report, comma-separated -> how they are known, the kind first."""
-
-
-def evidence_of(field: str) -> str:
-    """Return how the numbers of a field are known; "" for a field that counts or names."""
-    return next((text for names, text in EVIDENCE.items() if field in names.split(", ")), "")
-
-
-def training(records: Sequence[RankRecords]) -> dict[str, Any] | None:
-    """Return the marked steps that contain attention, and the shortest, median and longest; None without any.
-
-    The duration of a step is that of its slowest rank.
-    """
-    steps: dict[int, list[dict[str, int]]] = {}
-    for one in records:
-        for step, row in _train_steps(one):
-            steps.setdefault(step, []).append(row)
-    if not steps:
-        return None
-    slowest = {step: max(ranks, key=lambda row: row["duration_ns"]) for step, ranks in sorted(steps.items())}
-    durations = {step: row["duration_ns"] for step, row in slowest.items()}
-    longest = max(durations, key=durations.__getitem__)
-    every = [row for ranks in steps.values() for row in ranks]
-    total_ns, attention_ns = (sum(row[name] for row in every) for name in ("duration_ns", "attention_ns"))
-    return {
-        "shortest_ns": min(durations.values()),
-        "median_ns": round(median(durations.values())),
-        "longest_ns": durations[longest],
-        "longest_step": longest,
-        "longest_rank": slowest[longest]["rank"],
-        "longest_attention_ns": slowest[longest]["attention_ns"],
-        "attention_share": attention_ns / total_ns if total_ns else 0.0,
-        "steps": [{"train_step": step, "ranks": steps[step]} for step in slowest],
-    }
-
-
-def _train_steps(one: RankRecords) -> list[tuple[int, dict[str, int]]]:
-    """Return (train step, its row) of each marked step that contains attention; other marked steps are left out."""
-    with_attention = {int(i) for table in one.tables.values() for i in np.unique(table["train_step"])}
-    marked = [row for row in one.train_steps if row[0] in with_attention]
-    windows = np.array([row[1:] for row in marked], dtype=np.int64).reshape(-1, 2)
-    passes = union(passes_of(one))
-    return [
-        (row[0], {"rank": one.rank, "duration_ns": row[2] - row[1], "attention_ns": int(inside)})
-        for row, inside in zip(marked, measure(passes, windows), strict=True)
-    ]
-
-
-def training_text(data: dict[str, Any]) -> str:
-    """Return the durations of training steps as a sentence; "" if none was marked."""
-    if not (training := data["training"]):
-        return ""
-    count, longest, rank = len(training["steps"]), training["longest_ns"], training["longest_rank"]
-    of_longest = percent(training["longest_attention_ns"] / longest if longest else 0.0)
-    if count == 1:
-        step = f"training step {training['longest_step']}, counted from 0,"
-        return f"{step} took {time_text(longest)}, {of_longest} of it attention"
-    return (
-        f"{count} training steps: shortest {time_text(training['shortest_ns'])}, median "
-        f"{time_text(training['median_ns'])}, longest {time_text(longest)} (step {training['longest_step']}, counted "
-        f"from 0, on rank {rank}); attention takes {of_longest} of the longest, "
-        f"{percent(training['attention_share'])} of all"
-    )
-
 
 SCHEMA = "burst_portable.profile/4"
 _MAX_PARTS = 128  # steps of ranks whose bottlenecks are found separately; of more steps, several at once

@@ -7,104 +7,17 @@ shows. Bottlenecks of different kinds may overlap, so their times do not add up.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from math import sqrt
-from statistics import mean, median, stdev
+from statistics import median
 from typing import Any
 
 from burst_portable.planning.plans import PASSES
+from burst_portable.profiling.analysis.recommendations import advise_contention, advise_layout, advise_overlap
 from burst_portable.profiling.intervals import largest_contention
-from burst_portable.utils.text import bytes_text, percent, scaled, time_text
+from burst_portable.utils.text import scaled, time_text
 
 Report = dict[str, Any]
 Bottleneck = dict[str, Any]
 
-_BETTER = 0.95  # of the present cost: alternatives that save less are not recommended
-_LATENCY_BOUND = 0.5  # of a link's planned time: with more latency than this, messages are too small
-_SIDES = {"kv": "K and V", "q": "Q and dO", "heads": "heads"}
-
-
-def advise_layout(report: Report) -> str:
-    """Return the recommendation for an uneven plan: the layout that balances it best."""
-    plans = [plan for plan in report["plans"] if plan.get("layouts")]
-    if not plans:
-        return "use layout='zigzag' or 'striped', or 'whole_documents' for packed documents"
-    layouts = plans[0]["layouts"]
-    best = min(layouts, key=lambda name: layouts[name])
-    listed = ", ".join(f"{name} {value:.2g}" for name, value in sorted(layouts.items(), key=lambda one: one[1]))
-    return f"use layout={best!r}: its busiest rank has {layouts[best]:.3g} times the mean FLOPs (by layout: {listed})"
-
-
-def advise_overlap(report: Report) -> str:
-    """Return the recommendation for exposed communication: another strategy, transport or message size."""
-    texts = [text for text in (_strategy(report), _transport(report), _message_size(report)) if text]
-    if texts:
-        return "; or ".join(texts)
-    plans = report["plans"]
-    tried = f"no other strategy sends fewer bytes here than {plans[0]['strategy']}: " if plans else ""
-    return f"{tried}give each rank more tokens, so that computing hides the transfers, or use a faster transport"
-
-
-def advise_contention(report: Report) -> str:
-    """Return the recommendation for kernels that communication slows down: a transport that needs no compute units."""
-    return _transport(report) or "use a transport whose copies do not run on the compute units, or send fewer bytes"
-
-
-def _strategy(report: Report) -> str:
-    """Return the strategy that is predicted to be no slower and to send fewer bytes; "" if there is none."""
-    if not report["plans"]:
-        return ""
-    plan = report["plans"][0]
-    ranks = plan["ranks_planned"]
-    keys = ("sent_bytes", "seconds")
-    sent, seconds = (max(sum(rank[name][key] for name in PASSES) for rank in ranks) for key in keys)
-    alternatives = {
-        name: {key: max(rank["alternatives"][name][key] for rank in ranks) for key in keys}
-        for name in ranks[0]["alternatives"]
-    }
-    better = [n for n, o in alternatives.items() if o["sent_bytes"] < _BETTER * sent and o["seconds"] <= seconds]
-    if not better:
-        return ""
-    best = min(better, key=lambda name: (alternatives[name]["seconds"], alternatives[name]["sent_bytes"]))
-    text = (
-        f"try {best}, which sends {alternatives[best]['sent_bytes'] / sent:.2g} times the bytes of {plan['strategy']}"
-    )
-    now, then = plan["circulates"], ranks[0]["alternatives"][best].get("circulates", {})
-    changed = [name for name in PASSES if then.get(name, now.get(name)) != now.get(name)]
-    if changed:
-        text += f" ({', '.join(f'{_SIDES.get(then[name], then[name])} circulate {name}' for name in changed)})"
-    return text
-
-
-def _transport(report: Report) -> str:
-    """Return a recommendation of the backend's own transport if the run used another one; else ""."""
-    used, direct = (report.get("transport") or {}).get("used", ""), (report.get("transport") or {}).get("direct", "")
-    if not direct or used == direct:
-        return ""
-    is_direct = all(plan.get("direct") for plan in report["plans"])
-    how = "" if is_direct else ", with each block sent directly by its owner (transfer='direct')"
-    return f"try the transport {direct} (BURST_TRANSPORT={direct}) instead of {used}{how}"
-
-
-def _message_size(report: Report) -> str:
-    """Return a recommendation of larger messages if their latency costs more than their bytes; else ""."""
-    messages, size = (sum(link[key] for link in report["links"]) for key in ("messages", "bytes"))
-    if not messages or not report["plans"]:
-        return ""
-    plan = report["plans"][0]
-    planned = [rank[name] for rank in plan["ranks_planned"] for name in PASSES]
-    link, received = (sum(one.get(key, 0.0) for one in planned) for key in ("link_seconds", "received_bytes"))
-    if not link or received / (plan["hardware"]["intra_node_bandwidth"] * 1e9) > (1 - _LATENCY_BOUND) * link:
-        return ""
-    mean = bytes_text(size / messages)
-    return f"send larger messages: of {mean} each, latency costs more than bytes; more tokens per rank, or fewer ranks"
-
-
-_REPORTED = 0.05  # of the time: the summary names no smaller bottleneck as the cause
-_RECURRENT = 5.0  # standard errors: a rank or link that loses more than this does so in most steps
-_MIN_STEPS = 4  # from which a standard error is computed
-_LISTED = 3  # bottlenecks that the summary lists if it names none
-_MUCH_IDLE = 0.2  # of all ranks' time: more idle time outside of attention is reported, though not as a bottleneck
 _WAITED_FOR = 0.25  # of a slow rank's excess: if other ranks waited at least this share, all of the excess counts
 _THROTTLED = 0.95  # of the other ranks' clock
 _OUTLIER = 2.0  # times the median: waits for a slow link, bytes per second of a slow link, waits for a late rank
@@ -131,99 +44,10 @@ def whole_time(report: Report) -> float:
     return float(max(marked, *(rank["span_ns"] for rank in report["ranks"])))
 
 
-def add_usual_shares(bottlenecks: list[Bottleneck], by_step: Sequence[tuple[float, list[Bottleneck]]]) -> None:
-    """Add `usual_share`, `spread` and `standard_error` to each bottleneck.
-
-    `by_step` has the time and the bottlenecks of each step.
-
-    The usual share is the mean share of a step, without the step of the largest. It is smaller than `share` if one step
-    lost most of the time, or each step another rank. The spread is the median difference of a step from the median
-    step, as a share, if none had this bottleneck. The standard error is that of the mean share of a step.
-    """
-    for one in bottlenecks:
-        kinds = ("late rank", "late ranks") if one["kind"] == "late ranks" else (one["kind"],)
-        shares = [
-            sum(b["share"] for b in found if b["kind"] in kinds and one["rank"] in (-1, b["rank"]))
-            for _, found in by_step
-        ]
-        times = [time * (1 - share) for share, (time, _) in zip(shares, by_step, strict=True)]
-        middle = median(times) if times else 0
-        one["usual_share"] = min(one["share"], mean(sorted(shares)[:-1])) if len(shares) > 2 else one["share"]
-        one["spread"] = median(abs(time - middle) for time in times) / middle if middle else 0.0
-        one["standard_error"] = stdev(shares) / sqrt(len(shares)) if len(shares) >= _MIN_STEPS else one["share"]
-
-
-def summarize(report: Report) -> Bottleneck:
-    """Return the largest significant bottleneck with its text as sentences; if there is none, list the largest.
-
-    A bottleneck is significant if it usually takes `_REPORTED` of a step, and more than steps differ by without it. If
-    ranks waited longer for a core, it must also be a rank's or link's, and recur in most steps.
-    """
-    bottlenecks, core_wait = report["bottlenecks"], _core_wait(report)
-    outside = _share(report, "idle_outside_attention_ns")
-    worst = next((one for one in bottlenecks if _is_significant(one, core_wait)), None)
-    if worst:
-        text = f"{worst['text']}: {time_text(worst['lost_ns'])} lost, {percent(worst['share'])} of the time."
-        if outside > max(_MUCH_IDLE, worst["share"]):
-            text += f" {percent(outside)} is idle outside of attention, which this profile does not record."
-        return {**worst, "text": text[0].upper() + text[1:]}
-    copies = _share(report, "exposed_copy_ns")
-    largest = ", ".join(map(_name, bottlenecks[:_LISTED]))
-    text = (
-        f"Nothing stands out{f'; the largest losses are: {largest}' if largest else ''}. "
-        f"{percent(_share(report, 'compute_ns'))} of the time attention computes, "
-        f"{percent(_share(report, 'exposed_comm_ns'))} is exposed communication, "
-        f"{f'{percent(copies)} exposed copies, ' if copies else ''}"
-        f"{percent(_share(report, 'idle_between_kernels_ns'))} idle between kernels, "
-        f"{percent(outside)} idle outside of attention."
-    )
-    if core_wait > _REPORTED:
-        text += f" The threads of a rank waited {percent(core_wait)} of the time for a core."
-        return {**_bottleneck("none", 0, text, _SHARED_CORES, ""), "share": 0.0}
-    recommendation = (
-        "profile a full step with torch.profiler: this profile does not record the rest of the model, the optimizer "
-        "and the program; some idle time is expected, and more if processes share cores"
-    )
-    return {**_bottleneck("none", 0, text, recommendation if outside > _MUCH_IDLE else "", ""), "share": 0.0}
-
-
-_SHARED_CORES = (
-    "the ranks share their cores with other threads, which delays kernels, messages and checks: use fewer ranks or "
-    "threads, or end other processes, before you search for a cause"
-)
-
-
-def _is_significant(one: Bottleneck, core_wait: float) -> bool:
-    usual: float = one["usual_share"]
-    if usual < max(_REPORTED, one["spread"]):
-        return False
-    return usual > core_wait or bool(one["rank"] >= 0 and usual >= _RECURRENT * one["standard_error"])
-
-
-def _core_wait(report: Report) -> float:
-    """Return the mean time that a rank's threads waited for a core, as a share of the time; 0 if unknown."""
-    waits, span = [rank["core_wait_ns"] or 0 for rank in report["ranks"]], whole_time(report)
-    return mean(waits) / span if span else 0.0
-
-
-def _name(one: Bottleneck) -> str:
-    """Return a bottleneck's kind, rank or link, and share; and the spread of steps if the loss is within it."""
-    rank, peer = one["rank"], one["peer"]
-    is_within = _REPORTED <= one["usual_share"] < one["spread"]
-    within = f" (steps differ by {percent(one['spread'])})" if is_within else ""
-    where = f"{f' {rank}' if rank >= 0 else ''}{f' to {peer}' if peer >= 0 else ''}"
-    return f"{one['kind']}{where} {percent(one['share'])}{within}"
-
-
-def _share(report: Report, part: str) -> float:
-    """Return the share of all ranks' time that a part of the partition takes."""
-    span, took = (sum(rank[key] for rank in report["ranks"]) for key in ("span_ns", part))
-    return took / span if span else 0.0
-
-
-def _bottleneck(
+def make_bottleneck(
     kind: str, lost: float, text: str, recommendation: str, evidence: str, rank: int = -1, peer: int = -1
 ) -> Bottleneck:
+    """Return a bottleneck. `rank` and `peer`: A rank, or the two ends of a link; -1 for all ranks."""
     return {
         "kind": kind,
         "rank": rank,
@@ -264,7 +88,7 @@ def _slow_ranks(report: Report) -> list[Bottleneck]:
         )
         # No rank waits for the end of the last pass. An excess that no rank waited for cost nothing.
         lost = excess if longest > _WAITED_FOR * excess else longest
-        found.append(_bottleneck("slow rank", lost, text, recommendation, "events: kernels; plan: FLOPs", number))
+        found.append(make_bottleneck("slow rank", lost, text, recommendation, "events: kernels; plan: FLOPs", number))
     return found
 
 
@@ -294,7 +118,7 @@ def _uneven_plan(report: Report) -> list[Bottleneck]:
         return []
     layout = report["plans"][0]["layout"] if report["plans"] else "this layout"
     text = f"the plan is uneven: rank {busiest} has {largest_ratio:.2g} times the mean FLOPs (layout: {layout})"
-    return [_bottleneck("uneven plan", lost, text, advise_layout(report), "plan: FLOPs; events: kernels", busiest)]
+    return [make_bottleneck("uneven plan", lost, text, advise_layout(report), "plan: FLOPs; events: kernels", busiest)]
 
 
 def _links(report: Report) -> list[Bottleneck]:
@@ -313,7 +137,7 @@ def _links(report: Report) -> list[Bottleneck]:
                 f"check the path from rank {source} to rank {target} (topology, other traffic, the network between "
                 "them); until it is fixed, order the ranks so that fewer bytes use it, or try another strategy"
             )
-            found.append(_bottleneck("slow link", worst - rest, text, recommendation, BOTH_ENDS, source, target))
+            found.append(make_bottleneck("slow link", worst - rest, text, recommendation, BOTH_ENDS, source, target))
             slow, usual = pair, rest / worst
     # Waits for the slow link count as its own bottleneck, except for the time that a usual link would take.
     total = sum(
@@ -322,7 +146,7 @@ def _links(report: Report) -> list[Bottleneck]:
         if c["kind"] in ("link", "collective")
     )
     text = "communication is exposed: ranks wait for blocks that are being transferred"
-    found.append(_bottleneck("communication", total / max(1, ranks), text, advise_overlap(report), BOTH_ENDS))
+    found.append(make_bottleneck("communication", total / max(1, ranks), text, advise_overlap(report), BOTH_ENDS))
     return found
 
 
@@ -334,7 +158,7 @@ def _agreement(report: Report) -> list[Bottleneck]:
         "the check runs once per pass and costs the same for messages of any size: make fewer calls with more tokens "
         "each, and check whether processes share cores, because each rank answers only when it is scheduled"
     )
-    return [_bottleneck("agreement", total / max(1, len(report["ranks"])), text, recommendation, BOTH_ENDS)]
+    return [make_bottleneck("agreement", total / max(1, len(report["ranks"])), text, recommendation, BOTH_ENDS)]
 
 
 def _speeds(report: Report, pair: tuple[int, int]) -> tuple[float | None, list[float]]:
@@ -376,14 +200,14 @@ def _late_ranks(report: Report) -> list[Bottleneck]:
         text = f"rank {rank} enters attention late: other ranks wait while it runs work outside of attention"
         recommendation = f"check what rank {rank} does between attention calls: data loading, uneven layers, logging"
         lost = min(outside[rank], _waited_for(report, rank))
-        found.append(_bottleneck("late rank", lost, text, recommendation, BOTH_ENDS, rank))
+        found.append(make_bottleneck("late rank", lost, text, recommendation, BOTH_ENDS, rank))
         explained = sum(max(0, excess[rank]) for excess in (outside, delayed, *busy))
         longest = max(by_waiting.values())
         unexplained[rank] = max(0, longest - explained) / longest
     lost = max(sum(unexplained[rank] * by.get(str(one), 0) for rank, by in waits.items()) for one in ranks)
     text = "ranks enter attention at different times, each late in turn by work outside of attention"
     recommendation = "check what delays all ranks between attention calls, such as other work on the host"
-    return [*found, _bottleneck("late ranks", lost, text, recommendation, BOTH_ENDS)]
+    return [*found, make_bottleneck("late ranks", lost, text, recommendation, BOTH_ENDS)]
 
 
 def _outside(report: Report) -> dict[int, float]:
@@ -418,7 +242,7 @@ def _host_gaps(report: Report) -> list[Bottleneck]:
         text = f"the host of rank {rank} is slow: other ranks wait while it neither computes nor waits in attention"
         recommendation = f"check what else runs on the cores of rank {rank}"
         lost = min(excess, _waited_for(report, rank))
-        found.append(_bottleneck("slow host", lost, text, recommendation, BOTH_ENDS, rank))
+        found.append(make_bottleneck("slow host", lost, text, recommendation, BOTH_ENDS, rank))
         gaps[rank] -= excess
     text = "time between kernels: ranks are in attention, and neither compute nor wait"
     recommendation = (
@@ -426,7 +250,7 @@ def _host_gaps(report: Report) -> list[Bottleneck]:
         "steps"
     )
     lost = sum(gaps.values()) / len(gaps)
-    return [*found, _bottleneck("host", lost, text, recommendation, "events: time without any event")]
+    return [*found, make_bottleneck("host", lost, text, recommendation, "events: time without any event")]
 
 
 def _late_launches(report: Report) -> list[Bottleneck]:
@@ -441,7 +265,7 @@ def _late_launches(report: Report) -> list[Bottleneck]:
         "use fewer steps"
     )
     evidence = "events: kernels' marks; trace: kernels"
-    return [_bottleneck("late launches", delays[rank], text, recommendation, evidence, rank)]
+    return [make_bottleneck("late launches", delays[rank], text, recommendation, evidence, rank)]
 
 
 def _launch_delays(report: Report) -> dict[int, int]:
@@ -460,7 +284,7 @@ def _contention(report: Report) -> list[Bottleneck]:
         f"kernels are slower during communication: on rank {found['rank']} they take {found['ratio']:.2f} times as long"
     )
     evidence = "trace: overlapped and isolated kernels" if report["kernel_trace"] else "events: kernels, and transfers"
-    return [_bottleneck("contention", found["lost_ns"], text, advise_contention(report), evidence, found["rank"])]
+    return [make_bottleneck("contention", found["lost_ns"], text, advise_contention(report), evidence, found["rank"])]
 
 
 def _waiting(report: Report) -> list[Bottleneck]:
@@ -470,7 +294,7 @@ def _waiting(report: Report) -> list[Bottleneck]:
     recommendation = (
         "gather all ranks (session.report() on every rank) at level='standard' to find the late rank or link"
     )
-    return [_bottleneck("waiting", lost, text, recommendation, "events: waits of one end")]
+    return [make_bottleneck("waiting", lost, text, recommendation, "events: waits of one end")]
 
 
 def _waited_for(report: Report, rank: int) -> int:

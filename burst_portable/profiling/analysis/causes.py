@@ -167,8 +167,8 @@ def _collective_keys(one: RankRecords, table: Table) -> list[tuple[int, ...]]:
     Agreements include all ranks, exchanges only the ranks that share heads.
     """
     shares = {
-        (iteration, call): (one.plans[plan].get("head_parallel_size", 0), one.plans[plan].get("head_spacing", 1))
-        for iteration, call, plan in one.calls
+        (train_step, call): (one.plans[plan].get("head_parallel_size", 0), one.plans[plan].get("head_spacing", 1))
+        for train_step, call, plan in one.calls
     }
     keys = []
     for *location, agreement in np.stack([table[name] for name in _COLLECTIVE], axis=1).tolist():

@@ -13,7 +13,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from burst_portable.planning.plans import PASSES
-from burst_portable.profiling.analysis.analyze import evidence_of, training_text
+from burst_portable.profiling.analysis.evidence import evidence_of
+from burst_portable.profiling.analysis.train_steps import training_text
 from burst_portable.profiling.intervals import PARTS, largest_contention
 from burst_portable.profiling.report.tables import (
     ABLATED,

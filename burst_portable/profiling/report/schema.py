@@ -7,7 +7,7 @@ from typing import Any
 
 from burst_portable.errors import shown
 from burst_portable.planning.plans import PASSES
-from burst_portable.profiling.analysis.analyze import COLUMNS, LANE_KINDS
+from burst_portable.profiling.analysis.events import EVENT_COLUMNS, LANE_KINDS
 from burst_portable.profiling.clocks import NAMES as SENSORS
 from burst_portable.profiling.intervals import FIELDS, PARTS
 
@@ -186,7 +186,7 @@ def _event_errors(events: dict[str, Any]) -> Iterator[str]:
         yield "report.events.kinds is another list"
     for index, rank in enumerate(events["ranks"]):
         path = f"report.events.ranks[{index}]"
-        for name in COLUMNS:
+        for name in EVENT_COLUMNS:
             column = rank.get(name)
             if not isinstance(column, list) or len(column) != len(rank["kind"]):
                 yield f"{path}.{name} is not a column of this table"

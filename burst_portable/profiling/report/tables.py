@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from burst_portable.planning.plans import PASSES
-from burst_portable.profiling.analysis.analyze import training_text
+from burst_portable.profiling.analysis.train_steps import training_text
 from burst_portable.profiling.intervals import FIELDS
 from burst_portable.utils.text import bytes_text, percent, scaled, time_text
 

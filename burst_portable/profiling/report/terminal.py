@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from burst_portable.profiling.analysis.analyze import training_text
+from burst_portable.profiling.analysis.train_steps import training_text
 from burst_portable.profiling.clocks import sensor_text
 from burst_portable.profiling.intervals import PARTS, largest_contention
 from burst_portable.profiling.report.tables import (

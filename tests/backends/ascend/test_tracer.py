@@ -19,8 +19,10 @@ from burst_portable.backends.selection import as_kineto
 from burst_portable.cli import main
 from burst_portable.errors import UnsupportedError
 from burst_portable.profiling import tracing
+from burst_portable.profiling.analysis.trace_summary import trace_summary
 from burst_portable.profiling.event_tables import PlanLocation
-from burst_portable.profiling.tracing import Tracer, join, load_trace, make_tracer, trace_summary
+from burst_portable.profiling.trace_files import load_trace
+from burst_portable.profiling.tracing import Tracer, join, make_tracer
 
 HOST, DEVICE, HCCL, OVERLAP = 4711, 1001, 1002, 1003
 BASE = 1_763_700_000_000_000  # microseconds since 1970, the unit of the trace

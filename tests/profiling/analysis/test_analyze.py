@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from burst_portable.conformance.checks.profiler import compare_with_events
-from burst_portable.profiling.analysis.analyze import LANE_KINDS, SCHEMA, analyze
+from burst_portable.profiling.analysis.analyze import SCHEMA, analyze
 from burst_portable.profiling.analysis.causes import find_causes
+from burst_portable.profiling.analysis.events import LANE_KINDS
 from burst_portable.profiling.analysis.matching import align, match
 from burst_portable.profiling.event_tables import COLUMNS, RankRecords, Table
 from tests.support.synthetic_records import Maker, ring

@@ -19,7 +19,8 @@ from burst_portable.planning.cost import pass_memory
 from burst_portable.planning.hardware import SCHEMA
 from burst_portable.planning.schedule import BlockTiles, Compute
 from burst_portable.planning.tiles import Tile, Tiles
-from burst_portable.profiling.analysis.analyze import EVIDENCE, analyze, evidence_of
+from burst_portable.profiling.analysis.analyze import analyze
+from burst_portable.profiling.analysis.evidence import EVIDENCE, evidence_of
 from burst_portable.profiling.report import Report
 from burst_portable.profiling.report.tables import hardware_text, peaks_text, roofline_text
 from tests.support.synthetic_records import Maker, ring

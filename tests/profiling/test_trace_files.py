@@ -9,7 +9,7 @@ import pytest
 
 import burst_portable as bp
 from burst_portable.cli import main
-from burst_portable.profiling.tracing import kind_of, read_trace
+from burst_portable.profiling.trace_files import kind_of, read_trace
 
 
 def event(category, name, ts, dur):

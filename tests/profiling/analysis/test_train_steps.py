@@ -11,7 +11,8 @@ import torch
 
 import burst_portable as bp
 from burst_portable.cli import main
-from burst_portable.profiling.analysis.analyze import analyze, training_text
+from burst_portable.profiling.analysis.analyze import analyze
+from burst_portable.profiling.analysis.train_steps import training_text
 from burst_portable.profiling.event_tables import RankRecords, pack, unpack
 from burst_portable.profiling.report import Report
 from burst_portable.profiling.report.schema import find_error
