@@ -7,7 +7,7 @@ from typing import Any
 
 from burst_portable import __version__
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.cost import PassCost, PlanCost, local_bytes, plan_cost
+from burst_portable.planning.cost import PassCost, PlanCost, plan_cost
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.memory import peak_memory
 from burst_portable.planning.messages import message_sizes
@@ -15,6 +15,7 @@ from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan
 from burst_portable.planning.routes import Move
 from burst_portable.planning.schedule import Step
 from burst_portable.planning.verify import verify
+from burst_portable.planning.work import local_bytes
 
 SCHEMA = "burst_portable.plan/6"
 ALL_RANKS = 64

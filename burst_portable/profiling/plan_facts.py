@@ -9,11 +9,12 @@ from burst_portable.backends.selection import hardware_of
 from burst_portable.errors import InputError, LayoutError
 from burst_portable.layout import NAMES, OF_MASKS, make_layout
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.cost import pass_flops, rank_cost
+from burst_portable.planning.cost import rank_cost
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import PASSES, Plan
 from burst_portable.planning.schedule import Compute
 from burst_portable.planning.tiles import BlockPairs
+from burst_portable.planning.work import pass_flops
 from burst_portable.strategies.planner import cached_plan
 from burst_portable.strategies.registry import classes, collect_reason, make_strategy
 

@@ -26,8 +26,8 @@ from burst_portable import numerics
 from burst_portable.comm.base import Exchange, Part, Parts, Strip, Strips
 from burst_portable.layout import Layout, Segment
 from burst_portable.numerics import accumulation_dtype
-from burst_portable.planning.cost import STRIDED_BATCHES
 from burst_portable.planning.head_division import HeadRange
+from burst_portable.planning.memory_traffic import STRIDED_BATCHES
 from burst_portable.planning.messages import Field, head_room
 from burst_portable.runtime.prepared_call import PreparedCall
 

@@ -44,6 +44,8 @@ def test_import_loads_nothing_heavy():
         "planning.schedule",
         "planning.plans",
         "planning.messages",
+        "planning.work",
+        "planning.predicted_time",
         "planning.cost",
         "planning.hardware",
         "planning.verify",

@@ -10,8 +10,10 @@ import pytest
 import burst_portable as bp
 from burst_portable.mask import Mask, Region
 from burst_portable.planning.call import KernelTraits
-from burst_portable.planning.cost import STRIDED_BATCHES, pass_flops, plan_cost, rank_cost
+from burst_portable.planning.cost import plan_cost, rank_cost
 from burst_portable.planning.hardware import HardwareSpec
+from burst_portable.planning.memory_traffic import STRIDED_BATCHES
+from burst_portable.planning.work import pass_flops
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.registry import make_strategy
 from tests.support.plans import make_plan, plan

@@ -20,11 +20,12 @@ from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.layout import Layout, Segment, make_layout
 from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall, KernelTraits
-from burst_portable.planning.cost import plan_cost, reshard_bytes
+from burst_portable.planning.cost import plan_cost
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.head_division import can_group_heads, split_heads
 from burst_portable.planning.tiles import find_tiles
 from burst_portable.planning.verify import verify
+from burst_portable.planning.work import reshard_bytes
 from burst_portable.runtime.prepare import choose, describe
 from burst_portable.runtime.request import Request
 from burst_portable.runtime.reshard import row_orders

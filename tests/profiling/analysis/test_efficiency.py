@@ -15,10 +15,10 @@ from burst_portable.backends.base import Backend, Peaks
 from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.backends.selection import load
 from burst_portable.config import Config
-from burst_portable.planning.cost import pass_memory
 from burst_portable.planning.hardware import SCHEMA
 from burst_portable.planning.schedule import BlockTiles, Compute
 from burst_portable.planning.tiles import Tile, Tiles
+from burst_portable.planning.work import pass_memory
 from burst_portable.profiling.analysis.analyze import analyze
 from burst_portable.profiling.analysis.evidence import EVIDENCE, evidence_of
 from burst_portable.profiling.report import Report

@@ -6,8 +6,9 @@ import pytest
 
 import burst_portable as bp
 from burst_portable.planning.call import KernelTraits
-from burst_portable.planning.cost import rank_cost, reshard_traffic
+from burst_portable.planning.cost import rank_cost
 from burst_portable.planning.hardware import HardwareSpec
+from burst_portable.planning.memory_traffic import reshard_traffic
 from burst_portable.strategies.registry import make_strategy
 
 PIECES = KernelTraits(splits_tiles=True)
