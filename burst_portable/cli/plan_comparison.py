@@ -19,7 +19,8 @@ from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.plans import PASSES, Plan
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.registry import classes, collect_reason, verified_plan
+from burst_portable.strategies.checked_plans import verified_plan
+from burst_portable.strategies.registry import classes, collect_reason
 from burst_portable.utils.text import bytes_text, seconds_text
 
 ALL = "all"

@@ -21,8 +21,9 @@ from burst_portable.planning.memory import plan_memory
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.tiles import BlockPairs
 from burst_portable.strategies.base import Machine, Strategy
+from burst_portable.strategies.checked_plans import verified_plan
 from burst_portable.strategies.options import RANKS_PER_NODE, Option, option
-from burst_portable.strategies.registry import broken, by_label, classes, collect_reason, make_strategy, verified_plan
+from burst_portable.strategies.registry import broken, by_label, classes, collect_reason, make_strategy
 from burst_portable.utils.text import by_time, bytes_text
 from burst_portable.utils.values import check_divides
 

@@ -18,7 +18,8 @@ from burst_portable.planning.call import AttentionCall, Dropout
 from burst_portable.planning.plans import Plan
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.registry import checked_plan, named_if_broken, strategy_of, verified_plan
+from burst_portable.strategies.checked_plans import checked_plan, verified_plan
+from burst_portable.strategies.registry import named_if_broken, strategy_of
 from burst_portable.utils.text import by_time
 from burst_portable.utils.values import as_float, size
 

@@ -18,7 +18,7 @@ from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.verify import verify
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.registry import checked_plan
+from burst_portable.strategies.checked_plans import checked_plan
 from tests.support.attention_cases import Inputs, expected, make_inputs, on_one_rank
 from tests.support.plan_mutations import Fixed, NotPossible, change_plan
 from tests.support.thread_peers import World, run_peers
