@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from burst_portable.bench.entries import Entry, Prepared, Sent
+from burst_portable.bench.entries import Entry, PreparedEntry, Sent
 from burst_portable.bench.masks import named_mask
 from burst_portable.bench.oracle import NAMES, Expected, oracle
 from burst_portable.bench.results import Row
@@ -79,7 +79,7 @@ class Benchmark:
         )
         expected = oracle(task, self._setting.head_dim**-0.5)
         rows: list[Row] = []
-        timed: list[tuple[Row, Prepared]] = []
+        timed: list[tuple[Row, PreparedEntry]] = []
         for entry in self._entries:
             if entry.name in only:
                 where = {"mask": mask_name, "seq_len": length, "ranks": self._mesh.size, "kernel": kernel}
@@ -93,10 +93,10 @@ class Benchmark:
         self._time(mask.num_pairs(length), timed)
         return rows
 
-    def _examine(self, entry: Entry, task: Task, expected: Expected, row: Row) -> Prepared | None:
+    def _examine(self, entry: Entry, task: Task, expected: Expected, row: Row) -> PreparedEntry | None:
         """Run an entry once, and add its status to the row. Return its calls if it is right on all ranks."""
 
-        def prepare() -> tuple[Prepared, Verdict]:
+        def prepare() -> tuple[PreparedEntry, Verdict]:
             planned = entry.checked_plan(task, self._mesh)
             return entry.prepare(task, self._mesh), Verdict.of_plan(planned)
 
@@ -172,14 +172,16 @@ class Benchmark:
         )  # fmt: skip
         return q, k, v, dout
 
-    def _run_once(self, entry: Entry, prepared: Prepared, task: Task) -> tuple[tuple[Tensor, ...], int | None, Row]:
+    def _run_once(
+        self, entry: Entry, prepared: PreparedEntry, task: Task
+    ) -> tuple[tuple[Tensor, ...], int | None, Row]:
         """Return the results of `_run`, and what `auto` chose before and after it."""
         first = entry.choice(prepared, task, self._mesh)
         found, peak = self._run(prepared)
         chose = {} if first is None else {"chose_first": first, "chose": entry.choice(prepared, task, self._mesh)}
         return found, peak, chose
 
-    def _run(self, prepared: Prepared) -> tuple[tuple[Tensor, ...], int | None]:
+    def _run(self, prepared: PreparedEntry) -> tuple[tuple[Tensor, ...], int | None]:
         """Run both passes once. Return this rank's results and the peak memory beyond the inputs, if it is known."""
         if not self._streams:
             return prepared.run(), None
@@ -189,7 +191,7 @@ class Benchmark:
         self._clock.settle()
         return found, torch.accelerator.max_memory_allocated() - before
 
-    def _check(self, prepared: Prepared, found: tuple[Tensor, ...], expected: Expected, peak: int | None) -> Row:
+    def _check(self, prepared: PreparedEntry, found: tuple[Tensor, ...], expected: Expected, peak: int | None) -> Row:
         """Return the status, the worst errors of all ranks, and the largest peak memory."""
         norm_limit, max_limit = _LIMITS[prepared.dout.dtype.itemsize < 4]
         errors, wrong = {}, []
@@ -220,7 +222,7 @@ class Benchmark:
             for what, value in zip(("sent_bytes", "messages"), sent, strict=True)
         }
 
-    def _time(self, pairs: int, timed: list[tuple[Row, Prepared]]) -> None:
+    def _time(self, pairs: int, timed: list[tuple[Row, PreparedEntry]]) -> None:
         """Time all entries in each round, in a random order that is the same on all ranks."""
         calls = [(one.forward, backward_of(one.forward, one.leaves, one.dout)) for _, one in timed]
         order = random.Random(pairs)

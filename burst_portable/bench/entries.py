@@ -29,7 +29,7 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedEntry:
     """An entry that is ready to run a row on this rank.
 
     Attributes:
@@ -71,11 +71,11 @@ class Entry:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def prepare(self, task: Task, mesh: Mesh) -> Prepared:
+    def prepare(self, task: Task, mesh: Mesh) -> PreparedEntry:
         """Return the calls of a row. Raise a `BurstError` if the entry cannot serve it."""
         return self._calls(task, mesh)
 
-    def _calls(self, task: Task, mesh: Mesh) -> Prepared:
+    def _calls(self, task: Task, mesh: Mesh) -> PreparedEntry:
         """Return the calls of a row whose plan was checked."""
         layout = task.layout
         q, k, v, dout = (shard(x, mesh, layout=layout) for x in task.tensors)
@@ -87,7 +87,7 @@ class Entry:
                 seq_len=task.layout.length, deterministic=False, dropout_p=task.dropout, dropout_seed=SEED,
             )  # fmt: skip
 
-        return Prepared(forward, leaves, dout, lambda x: shard(x, mesh, layout=layout))
+        return PreparedEntry(forward, leaves, dout, lambda x: shard(x, mesh, layout=layout))
 
     def checked_plan(self, task: Task, mesh: Mesh) -> Plan | None:
         """Return the plan of a row, so that ranks can compare it before any of them waits for messages.
@@ -112,7 +112,7 @@ class Entry:
         """Return the known cause of wrong gradients of this row; "" if there is none."""
         return ""
 
-    def choice(self, prepared: Prepared, task: Task, mesh: Mesh) -> str | None:
+    def choice(self, prepared: PreparedEntry, task: Task, mesh: Mesh) -> str | None:
         """Return the label of the strategy that `auto` chooses now. None for all other entries.
 
         `auto` chooses again in its first call if the ranks cannot connect the transport that it assumed.
@@ -124,7 +124,7 @@ class Entry:
             seq_len=task.layout.length, deterministic=False, dropout_p=task.dropout,
         ).strategy.name  # fmt: skip
 
-    def count(self, prepared: Prepared, task: Task, mesh: Mesh) -> list[Sent]:
+    def count(self, prepared: PreparedEntry, task: Task, mesh: Mesh) -> list[Sent]:
         """Return what this rank sends in each pass, over the plain transport.
 
         `auto` would predict other times for that transport, so the strategy that it chose is counted.
@@ -138,7 +138,7 @@ class Entry:
         return sent_by_passes(counted_entry._calls(task, counted), lambda: Sent(counting.sent, counting.messages))
 
 
-def sent_by_passes(prepared: Prepared, total: Callable[[], Sent]) -> list[Sent]:
+def sent_by_passes(prepared: PreparedEntry, total: Callable[[], Sent]) -> list[Sent]:
     """Run both passes, and return what each has added to the total."""
     totals = [total()]
     out = prepared.forward()

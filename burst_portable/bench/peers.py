@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from burst_portable.backends.selection import for_device
-from burst_portable.bench.entries import Entry, Prepared, Sent, sent_by_passes
+from burst_portable.bench.entries import Entry, PreparedEntry, Sent, sent_by_passes
 from burst_portable.bench.flash_attn_stand_in import FlashAttn
 from burst_portable.bench.magi import MagiCall
 from burst_portable.bench.peer_names import check_installed
@@ -74,7 +74,7 @@ class Shards:
 
 
 Calls = tuple[Callable[[], Tensor], tuple[Tensor, ...], Tensor, Callable[[Tensor], Tensor]]
-"""Forward, leaves, dO, and the view [1, S, H, D] of a result: fields of `Prepared`."""
+"""Forward, leaves, dO, and the view [1, S, H, D] of a result: fields of `PreparedEntry`."""
 
 
 class Peer(Entry):
@@ -87,7 +87,7 @@ class Peer(Entry):
         if task.dropout:
             raise UnsupportedError("its dropout depends on the ranks, so no result is right")
 
-    def prepare(self, task: Task, mesh: Mesh) -> Prepared:
+    def prepare(self, task: Task, mesh: Mesh) -> PreparedEntry:
         check_group(mesh)
         length = task.layout.length
         layout = self.layout(task.mask, length, mesh.size, task.tensors[1].shape[2])
@@ -97,7 +97,7 @@ class Peer(Entry):
             q, k, v, dout, task.mask, length, task.kernel, mesh.group, mesh.rank, mesh.size, transport.high_priority
         )  # fmt: skip
         forward, leaves, dout, to_bshd = self.bind(shards)
-        return Prepared(forward, leaves, dout, lambda x: shard(x, mesh, layout=layout), to_bshd)
+        return PreparedEntry(forward, leaves, dout, lambda x: shard(x, mesh, layout=layout), to_bshd)
 
     def layout(self, mask: Mask, length: int, ranks: int, kv_heads: int) -> Layout:
         """Return the layout that the implementation assumes: equal zigzag shards."""
@@ -107,7 +107,7 @@ class Peer(Entry):
         """Return the calls of this rank. Raise `UnsupportedError` if the implementation does not support the call."""
         raise NotImplementedError
 
-    def count(self, prepared: Prepared, task: Task, mesh: Mesh) -> list[Sent]:
+    def count(self, prepared: PreparedEntry, task: Task, mesh: Mesh) -> list[Sent]:
         with CountingCollectives() as counting:
             return sent_by_passes(prepared, lambda: Sent(counting.sent, counting.messages))
 
@@ -377,7 +377,7 @@ def _operators(shards: Shards) -> list[SDPBackend]:
 class MagiAttention(Peer):
     """MagiAttention, with its own kernel and its own placement of chunks."""
 
-    def prepare(self, task: Task, mesh: Mesh) -> Prepared:
+    def prepare(self, task: Task, mesh: Mesh) -> PreparedEntry:
         check_group(mesh)
         check_installed(self.name)
         if task.kernel != "auto":
@@ -385,7 +385,7 @@ class MagiAttention(Peer):
         q, k, v, dout = (x[0] for x in task.tensors)
         call = MagiCall(task.mask, q, k, mesh.group)
         leaves = tuple(call.shard(x).detach().requires_grad_() for x in (q, k, v))
-        return Prepared(
+        return PreparedEntry(
             partial(call.attend, *leaves), leaves, call.shard(dout), lambda x: call.shard(x[0]).unsqueeze(0), _batched
         )
 

@@ -16,7 +16,7 @@ from burst_portable.cli.strategy_flags import with_strategy_flags
 from burst_portable.errors import BackendUnavailableError, InputError
 
 if TYPE_CHECKING:
-    from burst_portable.cli.run.setup import Prepared
+    from burst_portable.cli.run.setup import PreparedJob
     from burst_portable.cli.run.train import Gradients, Outcome
     from burst_portable.cli.run.view import View
     from burst_portable.config import LauncherEnv
@@ -113,7 +113,7 @@ def run(
     from burst_portable.strategies.planner import checked_probability
 
     with disable_garbage_collection():
-        from burst_portable.cli.run.setup import prepare
+        from burst_portable.cli.run.setup import prepare_job
 
     launcher = read_launcher_env()
     is_first = launcher is None or launcher.rank == 0
@@ -146,7 +146,7 @@ def run(
             profile="kernels" if deep else "standard" if profile or ablate else "",
             ablate=ablate,
         )
-        prepared = prepare(job, steps, local=launcher is None)
+        prepared = prepare_job(job, steps, local=launcher is None)
         view.heading(prepared, check)
         facts, profile_data = _facts(prepared, launcher, check, view)
     if facts is None:
@@ -172,7 +172,7 @@ def _folder(report: str | None, *, writes: bool) -> Path | None:
 
 
 def _facts(
-    prepared: Prepared, launcher: LauncherEnv | None, check: bool, view: View
+    prepared: PreparedJob, launcher: LauncherEnv | None, check: bool, view: View
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """Run the ranks, then the reference. Return the JSON and the profile, if any; None on other ranks of a launcher."""
     import torch
@@ -202,7 +202,7 @@ def _facts(
 
 
 def _distributed(
-    prepared: Prepared, launcher: LauncherEnv | None, check: bool, view: View
+    prepared: PreparedJob, launcher: LauncherEnv | None, check: bool, view: View
 ) -> tuple[list[Outcome], Gradients]:
     """Run the ranks. Return their outcomes in rank order, and the gradients if they are compared."""
     import tempfile
@@ -222,7 +222,7 @@ def _distributed(
             return [Outcome(**event["outcome"]) for event in done], gradients
 
 
-def _write_report(facts: dict[str, Any], profile: dict[str, Any] | None, prepared: Prepared, folder: Path) -> None:
+def _write_report(facts: dict[str, Any], profile: dict[str, Any] | None, prepared: PreparedJob, folder: Path) -> None:
     from burst_portable.cli.run.page import write_html
 
     with writing(folder):

@@ -124,7 +124,7 @@ class RankJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Job(RankJob):
-    """One call of `burst-portable run`. `setup.prepare` replaces "auto" and sets the fields that have defaults.
+    """One call of `burst-portable run`. `setup.prepare_job` replaces "auto" and sets the fields that have defaults.
 
     Attributes:
         model: "tiny", a config's JSON file, or a checkpoint folder.

@@ -13,7 +13,7 @@ import transformers
 from burst_portable import __version__
 from burst_portable.backends.selection import load
 from burst_portable.cli.plan_facts import plan_facts
-from burst_portable.cli.run.setup import Prepared, mfu
+from burst_portable.cli.run.setup import PreparedJob, mfu
 from burst_portable.cli.run.train import Gradients, Outcome
 
 SCHEMA = "burst_portable.run/5"
@@ -68,7 +68,7 @@ def gradient_error(gradients: Gradients, reference: Gradients) -> tuple[float, f
 
 
 def facts_of(
-    prepared: Prepared,
+    prepared: PreparedJob,
     outcomes: list[Outcome],
     reference: Outcome | None,
     gradients: tuple[float, float, str] | None,
@@ -109,7 +109,7 @@ def facts_of(
     return facts
 
 
-def _job_facts(prepared: Prepared) -> Facts:
+def _job_facts(prepared: PreparedJob) -> Facts:
     """Return the settings of the run."""
     job, plan = prepared.job, prepared.plan
     return {
@@ -137,7 +137,7 @@ def _job_facts(prepared: Prepared) -> Facts:
     }
 
 
-def _speed(prepared: Prepared, outcomes: Sequence[Outcome], reference: Outcome | None) -> Facts:
+def _speed(prepared: PreparedJob, outcomes: Sequence[Outcome], reference: Outcome | None) -> Facts:
     """Return times and rates. A step takes as long as its slowest rank; the peak is that of the slowest device."""
     job = prepared.job
     seconds = [max(o.seconds[i] for o in outcomes) for i in range(job.steps)]

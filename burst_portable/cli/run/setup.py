@@ -66,7 +66,7 @@ STEPS = 10
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedJob:
     """A validated job and facts about it.
 
     Attributes:
@@ -88,7 +88,7 @@ class Prepared:
     backend_reason: str
 
 
-def prepare(job: Job, steps: int | None, *, local: bool) -> Prepared:
+def prepare_job(job: Job, steps: int | None, *, local: bool) -> PreparedJob:
     """Validate and complete a job. `local`: all ranks run on this machine. Raises `BurstError`."""
     silence_transformers()
     settings = from_environment()
@@ -135,7 +135,7 @@ def prepare(job: Job, steps: int | None, *, local: bool) -> Prepared:
             itemsize=torch.promote_types(getattr(torch, job.dtype), torch.float32).itemsize,
             training=not job.scoring,
         )
-    return Prepared(job, plan, hardware, text, model, flops, reason)
+    return PreparedJob(job, plan, hardware, text, model, flops, reason)
 
 
 def _check_model(config: Any, job: Job) -> Any:

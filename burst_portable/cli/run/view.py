@@ -14,7 +14,7 @@ from burst_portable.cli.output import console, table
 from burst_portable.utils.text import beside, bytes_text, percent, scaled, seconds_text
 
 if TYPE_CHECKING:
-    from burst_portable.cli.run.setup import Prepared
+    from burst_portable.cli.run.setup import PreparedJob
     from burst_portable.planning.plans import Plan
 
 _LABELS = {  # by status: label and style
@@ -34,7 +34,7 @@ class View:
         self.quiet = quiet
         self._console = console(stderr=stderr, quiet=quiet, soft_wrap=True)
 
-    def heading(self, prepared: Prepared, check: bool) -> None:
+    def heading(self, prepared: PreparedJob, check: bool) -> None:
         """Print the settings of the run."""
         job, model, plan = prepared.job, prepared.model, prepared.plan
         work = f"{'score' if job.scoring else 'train'} {_count(job.steps, _unit(job.scoring))}"
