@@ -15,9 +15,10 @@ from torch.nn import Module, Parameter
 
 from burst_portable.comm.agreement import Facts, HashedValue, agree, call_signature, hashed_value
 from burst_portable.errors import InputError, shown
-from burst_portable.mesh import GradientRecords, Mesh, MeshLike, as_mesh
+from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.numerics import accumulation_dtype
 from burst_portable.runtime.validation import broadcast_error, check_tensor
+from burst_portable.utils.gradient_records import GradientRecords
 from burst_portable.utils.torch_modes import outside_graphs
 from burst_portable.utils.values import size
 

@@ -10,12 +10,10 @@ from collections.abc import Callable, Hashable
 from functools import lru_cache, partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import for_device, group_options_of, known, runnable
@@ -26,54 +24,9 @@ from burst_portable.comm.two_levels import with_two_levels
 from burst_portable.config import Config, from_environment, launched_processes
 from burst_portable.errors import BackendUnavailableError, InputError, UnsupportedError, shown, unknown_name
 from burst_portable.layout import Layout
+from burst_portable.utils.gradient_records import records_of
 from burst_portable.utils.values import as_int, check_divides
 from burst_portable.utils.values import size as checked_size
-
-
-def _checked_config(config: object) -> Config:
-    """Return the settings. None: those of the environment."""
-    if config is None:
-        return from_environment()
-    if not isinstance(config, Config):
-        raise InputError("config is not a Config", got=shown(config), allowed="burst_portable.config.Config")
-    return config
-
-
-def _rank_in(group: Any) -> tuple[int, int]:
-    """Return (rank, ranks) of this process in a process group."""
-    next_step = "create one with dist.new_group"
-    is_group = isinstance(group, dist.ProcessGroup)
-    if not is_group and group is not dist.GroupMember.NON_GROUP_MEMBER:  # of ranks outside, from new_group
-        raise InputError("not a process group", got=shown(group), next_step=next_step)
-    try:
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    except ValueError as error:  # created without torch.distributed, or destroyed
-        raise InputError("torch.distributed has no such process group", got=error, next_step=next_step) from error
-    if rank < 0:
-        got, next_step = f"global rank {dist.get_rank()}", "make the call only on members of the group"
-        raise InputError("this rank is not a member of the group", got=got, next_step=next_step)
-    return rank, ranks
-
-
-def _axis_group(device_mesh: Any, axis: object) -> Any:
-    """Return the process group of one dimension of a DeviceMesh."""
-    if not hasattr(device_mesh, "get_group"):
-        raise InputError("not a DeviceMesh", got=shown(device_mesh), next_step="create one with init_device_mesh")
-    names, axes = device_mesh.mesh_dim_names or (), device_mesh.ndim
-    text = f"a {axes}-D DeviceMesh ({', '.join(names) or 'without names'})"
-    if axis is None and axes > 1:
-        likely = [name for name in names if name == "sequence"] or names
-        example = " or ".join(f"mesh[{name!r}]" for name in likely) or "Mesh.from_device_mesh(mesh, axis)"
-        raise InputError("no sequence axis given", got=text, next_step=f"pass a 1-D submesh: {example}")
-    if isinstance(axis, str):
-        if axis not in names:
-            raise unknown_name("axis of the DeviceMesh", axis, names)
-        return device_mesh.get_group(axis)
-    number = 0 if axis is None else as_int(axis)
-    if number is None or not 0 <= number < axes:
-        raise InputError("no such axis", got=shown(axis), allowed=f"one of {text}")
-    return device_mesh.get_group(number)
-
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -81,41 +34,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _MAX_CALLS = 512
 _MAX_LAYOUTS = 4096
-
-
-class GradientRecords:
-    """What ranks did with gradients, by which `all_reduce_gradients` finds wrong sums.
-
-    Attributes:
-        summed: Gradients that are sums over the ranks, with their versions.
-        accumulated: Gradients as backward passes left them, with their versions.
-        added: Sums to which a backward pass added, with their versions, and whether they were zeroed before, as bool
-            ``[]``.
-        hooks: Handles of the hooks that record `added`, on a parameter of the last sum.
-        averaged: Modules whose gradients are multiplied by the ranks, to be averaged.
-        averaged_by_ddp: Modules of shards whose gradients DDP averages over the ranks in the backward pass.
-    """
-
-    def __init__(self) -> None:
-        self.hooks: list[Any] = []
-        self.summed = WeakTensorKeyDictionary()
-        self.accumulated = WeakTensorKeyDictionary()
-        self.added = WeakTensorKeyDictionary()
-        self.averaged: WeakSet[Any] = WeakSet()
-        self.averaged_by_ddp: WeakSet[Any] = WeakSet()
-
-
-@lru_cache(maxsize=1)
-def _records_of_groups() -> WeakKeyDictionary[Any, GradientRecords]:
-    return WeakKeyDictionary()
-
-
-def _records_of(group: Any) -> GradientRecords:
-    """Return the records of a process group. All its meshes share them: mesh=None may name the same ranks.
-
-    None is the group of a mesh of threads, or of one rank. Such a mesh has its own records.
-    """
-    return GradientRecords() if group is None else _records_of_groups().setdefault(group, GradientRecords())
 
 
 class Mesh:
@@ -172,7 +90,7 @@ class Mesh:
         self._calls: OrderedDict[Hashable, Any] = OrderedDict()
         # Layouts by which tensors were sharded: (name, length, hash). Those of one name differ if they follow masks.
         self.sharded_layouts: OrderedDict[tuple[str, int, int], None] = OrderedDict()
-        self.gradient_records = _records_of(group)
+        self.gradient_records = records_of(group)
 
     def __repr__(self) -> str:
         node = "" if self.ranks_per_node is None else f", ranks_per_node={self.ranks_per_node}"
@@ -447,6 +365,51 @@ def _is_destroyed(group: Any) -> bool:
         return dist.get_rank(group) < 0
     except ValueError:  # torch has removed it
         return True
+
+
+def _axis_group(device_mesh: Any, axis: object) -> Any:
+    """Return the process group of one dimension of a DeviceMesh."""
+    if not hasattr(device_mesh, "get_group"):
+        raise InputError("not a DeviceMesh", got=shown(device_mesh), next_step="create one with init_device_mesh")
+    names, axes = device_mesh.mesh_dim_names or (), device_mesh.ndim
+    text = f"a {axes}-D DeviceMesh ({', '.join(names) or 'without names'})"
+    if axis is None and axes > 1:
+        likely = [name for name in names if name == "sequence"] or names
+        example = " or ".join(f"mesh[{name!r}]" for name in likely) or "Mesh.from_device_mesh(mesh, axis)"
+        raise InputError("no sequence axis given", got=text, next_step=f"pass a 1-D submesh: {example}")
+    if isinstance(axis, str):
+        if axis not in names:
+            raise unknown_name("axis of the DeviceMesh", axis, names)
+        return device_mesh.get_group(axis)
+    number = 0 if axis is None else as_int(axis)
+    if number is None or not 0 <= number < axes:
+        raise InputError("no such axis", got=shown(axis), allowed=f"one of {text}")
+    return device_mesh.get_group(number)
+
+
+def _rank_in(group: Any) -> tuple[int, int]:
+    """Return (rank, ranks) of this process in a process group."""
+    next_step = "create one with dist.new_group"
+    is_group = isinstance(group, dist.ProcessGroup)
+    if not is_group and group is not dist.GroupMember.NON_GROUP_MEMBER:  # of ranks outside, from new_group
+        raise InputError("not a process group", got=shown(group), next_step=next_step)
+    try:
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    except ValueError as error:  # created without torch.distributed, or destroyed
+        raise InputError("torch.distributed has no such process group", got=error, next_step=next_step) from error
+    if rank < 0:
+        got, next_step = f"global rank {dist.get_rank()}", "make the call only on members of the group"
+        raise InputError("this rank is not a member of the group", got=got, next_step=next_step)
+    return rank, ranks
+
+
+def _checked_config(config: object) -> Config:
+    """Return the settings. None: those of the environment."""
+    if config is None:
+        return from_environment()
+    if not isinstance(config, Config):
+        raise InputError("config is not a Config", got=shown(config), allowed="burst_portable.config.Config")
+    return config
 
 
 _MOST_RANKS = 1024
