@@ -48,7 +48,7 @@ from burst_portable.profiling.analysis.analyze import analyze
 from burst_portable.profiling.analysis.matching import match
 from burst_portable.profiling.event_tables import KernelTrace, RankRecords
 from burst_portable.profiling.intervals import Timeline
-from burst_portable.runtime.prepared_call import installed
+from burst_portable.runtime.prepared_call import call_wrapper
 
 WITHIN = 0.02  # of the span
 _SETTLING, _MAX_SETTLING = 2, 50  # steps before those that are timed, at least and at most
@@ -143,14 +143,14 @@ def cost(row: str, mesh: bp.Mesh, device: torch.device, strategy: Any, clock: Cl
     seen: dict[str, dict[str, list[float]]] = {}
     for level in ("basic", "standard"):
         with bp.profile(level, mesh=mesh) as session:
-            observe = installed.get()
+            observe = call_wrapper.get()
 
             def turn(recorded: bool, session: Any = session, observe: Any = observe) -> float:
-                token = installed.set(observe if recorded else None)
+                token = call_wrapper.set(observe if recorded else None)
                 try:
                     return _timed(step, clock, settling)
                 finally:
-                    installed.reset(token)
+                    call_wrapper.reset(token)
                     if recorded:
                         session.mark()
 

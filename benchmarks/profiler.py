@@ -20,7 +20,7 @@ import torch
 
 import burst_portable as bp
 from benchmarks.script import count, end, file
-from burst_portable.runtime.prepared_call import installed
+from burst_portable.runtime.prepared_call import call_wrapper
 
 RANKS, CALLS = 4, 10
 LEVELS = (None, "basic", "standard", "kernels")
@@ -48,7 +48,7 @@ def check_time() -> float:
     count = 1_000_000
     began = time.process_time()
     for _ in range(count):
-        installed.get()
+        call_wrapper.get()
     return (time.process_time() - began) / count
 
 

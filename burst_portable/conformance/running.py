@@ -29,7 +29,7 @@ from burst_portable.numerics import State
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.tiles import Tiles, find_tiles, make_tile
-from burst_portable.runtime.autograd import begin, observed, run_backward
+from burst_portable.runtime.autograd import begin, run_backward, wrapped_call
 from burst_portable.runtime.local_result import attend_first
 from burst_portable.runtime.prepare import (
     kernel_for_plan,
@@ -64,7 +64,7 @@ def run_rank(target: BackendUnderTest, case: Case, x: Inputs, transport: Transpo
         plan, target.backend, kernel, transport, call_signature({"case": case.spec(), "strategy": plan_fact(plan)})
     )
     mesh = Mesh(transport.rank, transport.size, lambda _: transport)
-    prepared = observed(with_checked_results(unobserved), mesh)  # as in a call: a profiling session records it
+    prepared = wrapped_call(with_checked_results(unobserved), mesh)  # as in a call: a profiling session records it
     rows = torch.tensor(plan.call.layout.positions(transport.rank))
     q, k, v = (in_memory(t[:, rows], case.memory, device) for t in (x.q, x.k, x.v))
     dout = in_memory(x.dout[:, rows], case.memory, device)

@@ -27,7 +27,7 @@ from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.numerics import State, empty_state
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import Tiles
-from burst_portable.runtime.prepared_call import PreparedCall, installed
+from burst_portable.runtime.prepared_call import PreparedCall, call_wrapper
 from burst_portable.runtime.validation import broadcast_error
 from burst_portable.utils.values import as_int
 
@@ -171,7 +171,7 @@ def _timed(step: Callable[[], Any], mesh: Mesh, device: str, off: Sequence[str])
         return prepared
 
     streams = for_device(device).capabilities.streams
-    token = installed.set(without)  # replaces an open session: these steps are not recorded
+    token = call_wrapper.set(without)  # replaces an open session: these steps are not recorded
     try:
         _barrier(mesh, device)
         began = time.perf_counter()
@@ -180,7 +180,7 @@ def _timed(step: Callable[[], Any], mesh: Mesh, device: str, off: Sequence[str])
             torch.get_device_module(device).synchronize()
         return time.perf_counter() - began
     finally:
-        installed.reset(token)
+        call_wrapper.reset(token)
 
 
 def _barrier(mesh: Mesh, device: str) -> None:

@@ -33,7 +33,7 @@ from burst_portable.profiling.event_tables import RankRecords, pack, unpack
 from burst_portable.profiling.recorder import Recorder
 from burst_portable.profiling.recording_observer import RecordingObserver
 from burst_portable.profiling.recording_transport import RecordingTransport
-from burst_portable.runtime.prepared_call import PreparedCall, installed
+from burst_portable.runtime.prepared_call import CallWrapper, PreparedCall, call_wrapper
 from burst_portable.utils.text import rank_names
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from burst_portable.profiling.tracing import Tracer
 
 LEVELS = ("basic", "standard", "kernels")
-Wrap = Callable[[PreparedCall, Mesh], PreparedCall]
 _MAX_LISTED = 8  # ranks in an error message
 
 
@@ -66,7 +65,7 @@ class Session:
         self._opener: Thread | None = None
         self._lock = Lock()
         self._token: Token[Any] | None = None
-        self._outer: Wrap | None = None
+        self._outer: CallWrapper | None = None
         self._tracer: Tracer | None = None
         if level == "kernels":
             from burst_portable.profiling.tracing import Tracer
@@ -78,20 +77,20 @@ class Session:
             raise InputError("this profiling session is already open; create another one with profile()")
         if self._tracer is not None:
             self._tracer.start()
-        self._opener, self._outer = current_thread(), installed.get()
-        self._token = installed.set(self.observe)
+        self._opener, self._outer = current_thread(), call_wrapper.get()
+        self._token = call_wrapper.set(self.observe)
         self._since = time.perf_counter_ns()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._token is None:
             raise InputError("this profiling session is not open")
-        if installed.get() != self.observe:
+        if call_wrapper.get() != self.observe:
             raise InputError(
                 "this profiling session is not the last one that was opened in this thread",
                 next_step="first close the sessions that were opened after it, in the thread that opened them",
             )
-        installed.reset(self._token)
+        call_wrapper.reset(self._token)
         self._token = self._outer = None
         for recorder in self._recorders.values():
             if recorder.sensors is not None:

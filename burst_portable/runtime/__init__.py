@@ -15,7 +15,8 @@ The modules, in the order in which a call of `attention` reaches them:
 `local_result`, `helper_results`     forward: results of this rank's queries, and of those that helpers compute.
 `block_gradients`                    backward: gradients of blocks, while ranks add to them.
 `head_groups`                        runs the steps for one group of heads at a time.
-`head_parallel`, `reshard`           exchanges tokens for heads before the steps, and back after them.
+`head_parallel`, `reshard`           exchanges tokens for heads before the steps, and back after them, with
+                                     `exchange_parts` and `row_orders`.
 `score_rows`                         runs the steps with K, and again with V (`ring_self_attention`).
 `graph_ops`                          the same way in graphs of torch.compile.
 `explanation`, `mesh_plans`          `explain` and `plan_for_mesh`, which stop after the plan.

@@ -12,7 +12,7 @@ from burst_portable.comm.agreement import agree, share_error
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import as_kernels_take
 from burst_portable.mesh import Mesh
-from burst_portable.runtime.prepared_call import PreparedCall, installed
+from burst_portable.runtime.prepared_call import PreparedCall, call_wrapper
 from burst_portable.runtime.validation import check_gradient
 from burst_portable.utils.torch_modes import (
     apply_untransformed,
@@ -26,7 +26,7 @@ def run(
     prepared: PreparedCall, mesh: Mesh, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return (out, LSE or None): see `Executor.forward`. Tensors are saved only if a gradient is needed."""
-    prepared = observed(prepared, mesh)
+    prepared = wrapped_call(prepared, mesh)
     needs_grad = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
     )
@@ -130,7 +130,7 @@ def begin(prepared: PreparedCall, device: torch.device, *, forward_pass: int = 0
         transport.begin(digest, prepared_pass.bytes_per_sender)
 
 
-def observed(prepared: PreparedCall, mesh: Mesh) -> PreparedCall:
-    """Return the call with the profiler's observer, if a profiler is installed."""
-    observe = installed.get()
-    return prepared if observe is None else observe(prepared, mesh)
+def wrapped_call(prepared: PreparedCall, mesh: Mesh) -> PreparedCall:
+    """Return the call as `call_wrapper` changes it: a profiler records it, an ablation leaves out a part of it."""
+    wrap = call_wrapper.get()
+    return prepared if wrap is None else wrap(prepared, mesh)

@@ -70,9 +70,9 @@ class BlockGradients:
         if move.owner != blocks.rank:
             self._add(blocks.views(blocks.pass_messages.sums[move.side], self._sums[move.owner]), received)
             return
-        for needed, place in ranges_in_message(move.rows):
-            local = tuple(rows_of(x, needed) for x in self._local[move.side])
-            self._add(local, tuple(rows_of(x, place) for x in received))
+        for in_block, in_message in ranges_in_message(move.rows):
+            local = tuple(rows_of(x, in_block) for x in self._local[move.side])
+            self._add(local, tuple(rows_of(x, in_message) for x in received))
 
     def _add(self, sums: Views, contributions: Views) -> None:
         with self._blocks.copies():

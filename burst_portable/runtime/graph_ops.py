@@ -36,7 +36,7 @@ from burst_portable.errors import BurstError, UnsupportedError
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, as_mesh, position_ids
 from burst_portable.numerics import accumulation_dtype
-from burst_portable.runtime.autograd import begin, observed, run_backward
+from burst_portable.runtime.autograd import begin, run_backward, wrapped_call
 from burst_portable.runtime.prepare import choose, describe, prepare
 from burst_portable.runtime.prepared_call import PreparedCall
 from burst_portable.runtime.request import Request
@@ -220,7 +220,7 @@ def attend(
     arguments = find_arguments(name)
     mesh = as_mesh(arguments.mesh)
     prepared, q_, k_, v_ = prepare(q, k, v, sinks, mesh, arguments.request._replace(seq_len=seq_len))
-    prepared = observed(prepared, mesh)
+    prepared = wrapped_call(prepared, mesh)
     with disable_autocast(q.device), disable_selective_checkpointing():
         begin(prepared, q.device)
         out, lse, saved = prepared.executor.forward(prepared, q_, k_, v_, sinks, keep=keep)

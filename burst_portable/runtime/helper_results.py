@@ -52,6 +52,6 @@ class HelperResults:
         for move, buffer in self._arrived:
             with self._blocks.copies():
                 out, lse = self._blocks.views(self._blocks.pass_messages.results["q"], buffer)
-                for needed, place in ranges_in_message(move.rows):
-                    local.merge(slice(*needed), rows_of(out, place), rows_of(lse, place))
+                for in_block, in_message in ranges_in_message(move.rows):
+                    local.merge(slice(*in_block), rows_of(out, in_message), rows_of(lse, in_message))
         self._arrived = []

@@ -42,8 +42,8 @@ def copy_rows(tensors: Sequence[Tensor], views: Views, rows: Rows | None) -> Non
     """Copy these rows of the tensors of a block into the views of their message. None: all rows."""
     for view, tensor in zip(views, tensors, strict=True):
         if rows is not None and len(rows) > 1:
-            for needed, place in ranges_in_message(rows):
-                numerics.copy(rows_of(tensor, needed), rows_of(view, place))
+            for in_block, in_message in ranges_in_message(rows):
+                numerics.copy(rows_of(tensor, in_block), rows_of(view, in_message))
         else:
             numerics.copy(tensor if rows is None else rows_of(tensor, rows[0]), view)
 

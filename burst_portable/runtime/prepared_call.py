@@ -150,5 +150,6 @@ class Executor(ABC):
         """
 
 
-installed: ContextVar[Callable[[PreparedCall, Mesh], PreparedCall] | None] = ContextVar("installed", default=None)
+CallWrapper = Callable[["PreparedCall", "Mesh"], PreparedCall]
+call_wrapper: ContextVar[CallWrapper | None] = ContextVar("call_wrapper", default=None)
 """If set, replaces the observer, kernel or transport of each call before its forward pass. Backward keeps them."""

@@ -13,26 +13,22 @@ has rank order (see `planning.rank_order`). Back, there is one message per tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from burst_portable import numerics
-from burst_portable.comm.base import Exchange, Part, Parts, Strip, Strips
-from burst_portable.layout import Layout, Segment
+from burst_portable.comm.base import Exchange, Parts, Strips
 from burst_portable.numerics import accumulation_dtype
 from burst_portable.planning.head_division import HeadRange
-from burst_portable.planning.memory_traffic import STRIDED_BATCHES
 from burst_portable.planning.messages import Field, head_room
+from burst_portable.runtime.exchange_parts import can_send_strided, parts_to_heads, parts_to_sequence, strips_to_heads
 from burst_portable.runtime.prepared_call import PreparedCall
-
-_RUNS = 64  # fewer runs of rows than this are reordered by `cat`, more by their indices
-_LARGEST_STRIDE = (1 << 31) - 1  # bytes from one line to the next: limit of copy engines
+from burst_portable.runtime.row_orders import row_orders
 
 
 class Reshard:
@@ -78,12 +74,12 @@ class Reshard:
         row = sum(field.size(like.shape[0]) for field in fields)
         buffer, offset = self._receive_buffer(self.starts[-1] * row, row, back=False)
         received = buffer.view(like.dtype).view(self.starts[-1], -1)
-        send_parts, receive_parts = _parts_to_heads(self._order, self.peers, self.rows, row, offset)
+        send_parts, receive_parts = parts_to_heads(self._order, self.peers, self.rows, row, offset)
         sends: list[Parts | Strips] = []
         if self.transport.supports_strided_sends and all(can_send_strided(x) for x, _ in parts):
             offset += self.starts[self.index] * row  # this rank's rows follow those of the ranks before it
             for (x, heads), field in zip(parts, fields, strict=True):
-                strips = _strips(self._order, self.peers, x.shape, x.stride(), x.itemsize, heads, offset, row)
+                strips = strips_to_heads(self._order, self.peers, x.shape, x.stride(), x.itemsize, heads, offset, row)
                 sends.append(Strips(x, strips))
                 offset += field.size(like.shape[0])
         else:
@@ -124,7 +120,7 @@ class Reshard:
                 rows = self._rows_first(x, accumulation_dtype(x.dtype) if is_shared else result.dtype)
             row = rows[0].numel() * rows.itemsize
             buffer, offset = self._receive_buffer(size * local_rows * row, row, back=True)
-            send_parts, receive_parts = _parts_to_sequence(self._order, self.peers, self.rows, row, offset)
+            send_parts, receive_parts = parts_to_sequence(self._order, self.peers, self.rows, row, offset)
             sends.append(Parts(rows, send_parts))
             receives.append(Parts(buffer, receive_parts))
             received.append((buffer.view(rows.dtype).view(size, local_rows, *rows.shape[1:]), result, heads))
@@ -199,80 +195,6 @@ class ToSequence:
         self._sends.clear()
 
 
-SendAndReceiveParts = tuple[tuple[Part, ...], tuple[Part, ...]]
-"""(parts to send, parts to receive)."""
-
-
-@lru_cache(maxsize=512)
-def _parts_to_heads(
-    order: tuple[int, ...], peers: range, rows: tuple[int, ...], row: int, offset: int
-) -> SendAndReceiveParts:
-    """Return the parts of the last rank of `order`: its packed rows for each rank; all rows of its heads by rank.
-
-    `order`: Indices of the ranks, as they are sent to. `peers`: The rank of each index. `rows`: Rows of each rank, of
-    `row` bytes each. `offset`: That of the exchange in every inbox.
-    """
-    index, starts = order[-1], tuple(accumulate(rows, initial=0))
-    size, target = rows[index] * row, offset + starts[index] * row
-    sends = tuple(Part(peers[i], i * size, (i + 1) * size, target) for i in order)
-    receives = tuple(Part(peers[i], starts[i] * row, starts[i + 1] * row, offset + starts[i] * row) for i in order)
-    return sends, receives
-
-
-def can_send_strided(x: Tensor) -> bool:
-    """Return whether a copy engine can send a tensor.
-
-    The heads of a row must be contiguous, rows must not overlap (as in an expanded tensor), their stride must be within
-    the limit, and the batch must be small.
-    """
-    batch, rows, heads, dim = x.shape
-    lines = x.stride(3) == 1 and (x.stride(2) == dim or heads == 1)
-    return (
-        lines
-        and batch <= STRIDED_BATCHES
-        and (rows == 1 or heads * dim <= x.stride(1) <= _LARGEST_STRIDE // x.itemsize)
-    )
-
-
-@lru_cache(maxsize=512)
-def _strips(
-    order: tuple[int, ...],
-    peers: range,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    itemsize: int,
-    heads: HeadRange,
-    offset: int,
-    row: int,
-) -> tuple[Strip, ...]:
-    """Return the strips of a tensor of shape [B, S_rank, H, D] whose heads are divided among the ranks in `order`.
-
-    `heads`: Range of heads to send, among the heads of each rank. `offset`: That of their first row in the receivers'
-    inboxes, where a row has `row` bytes. `order` and `peers`: see `_parts_to_heads`.
-    """
-    batch, rows, count, dim = shape
-    owners = min(len(order), count)
-    width, strips = (heads[1] - heads[0]) * dim * itemsize, []
-    step = strides[1] * itemsize if rows > 1 else width  # the stride of a single row may have any value
-    for i in order:
-        head = i * owners // len(order) * (count // owners) + heads[0]
-        for b in range(batch):
-            start = (b * strides[0] + head * strides[2]) * itemsize
-            strips.append(Strip(peers[i], start, offset + b * width, rows, width, step, row))
-    return tuple(strips)
-
-
-@lru_cache(maxsize=512)
-def _parts_to_sequence(
-    order: tuple[int, ...], peers: range, rows: tuple[int, ...], row: int, offset: int
-) -> SendAndReceiveParts:
-    """Return the parts on the way back: to each rank its rows; from each rank its results for the local rows."""
-    index, starts = order[-1], tuple(accumulate(rows, initial=0))
-    size = rows[index] * row
-    sends = tuple(Part(peers[i], starts[i] * row, starts[i + 1] * row, offset + index * rows[i] * row) for i in order)
-    return sends, tuple(Part(peers[i], i * size, (i + 1) * size, offset + i * size) for i in order)
-
-
 def _fields(rows: Tensor, fields: Sequence[Field], batch: int) -> list[Tensor]:
     """Return a view of shape [ranks, S, B, h, D] of each field of contiguous rows [ranks, S, row]."""
     ranks, count, row = rows.shape
@@ -308,46 +230,3 @@ def _of_owners(x: Tensor, owners: int, heads: HeadRange) -> Tensor:
         (count // owners * step_head, step_row, step_batch, step_head, step),
         x.storage_offset() + heads[0] * step_head,
     )
-
-
-Reorder = Callable[[Tensor], Tensor]
-
-
-def _reorder(index: Tensor, device: torch.device) -> Reorder:
-    """Return a function that reorders rows: by `cat` if there are few runs, which is faster, else by indices."""
-    if runs := _runs(index):
-        return lambda x: torch.cat([x[start:stop] for start, stop in runs])
-    rows = index.to(device)
-    return lambda x: x.index_select(0, rows)
-
-
-@lru_cache(maxsize=64)
-def row_orders(
-    layout: Layout, within: Layout, node: int, device: torch.device, spacing: int = 1
-) -> tuple[Reorder | None, Reorder | None]:
-    """Return the orders from the plan's rows to those of the ranks of a node, and back; (None, None) if they are equal.
-
-    `layout`: Rows of each rank before the reshard. `within`: Rows of each node after it. `spacing`: see `HeadSplit`.
-    """
-    received = layout.joined(layout.ranks // within.ranks, spacing).shards[node]
-    if within.shards[node] == received:
-        return None, None
-    rows, planned = _positions(received), _positions(within.shards[node])
-    if torch.equal(rows, planned):
-        return None, None
-    by_position = torch.argsort(planned)
-    index = by_position[torch.searchsorted(planned[by_position], rows)]
-    return _reorder(index, device), _reorder(torch.argsort(index), device)
-
-
-def _positions(shard: Sequence[Segment]) -> Tensor:
-    return torch.cat([torch.arange(s.start, s.last + 1, s.step, device="cpu") for s in shard])
-
-
-def _runs(index: Tensor) -> list[tuple[int, int]]:
-    """Return [start, stop) of the runs of consecutive indices; an empty list if there are many."""
-    breaks = (index.diff() != 1).nonzero().flatten() + 1
-    if len(breaks) >= _RUNS:
-        return []
-    edges = [0, *breaks.tolist(), len(index)]
-    return [(int(index[start]), int(index[stop - 1]) + 1) for start, stop in pairwise(edges)]

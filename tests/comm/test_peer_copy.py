@@ -35,7 +35,7 @@ from burst_portable.errors import (
 from burst_portable.planning.cost import plan_cost
 from burst_portable.planning.hardware import HardwareSpec
 from burst_portable.planning.messages import inboxes
-from burst_portable.runtime.reshard import can_send_strided
+from burst_portable.runtime.exchange_parts import can_send_strided
 from tests.support.attention_cases import expected, make_inputs, on_one_rank
 from tests.support.thread_peers import ThreadPeers, World, run_peers
 

@@ -12,7 +12,7 @@ import burst_portable as bp
 from burst_portable.cli import main
 from burst_portable.errors import BurstError, InputError, MismatchError, PeerLostError
 from burst_portable.profiling.ablation import ablate
-from burst_portable.runtime.prepared_call import installed
+from burst_portable.runtime.prepared_call import call_wrapper
 
 
 def attend(mesh=None):
@@ -49,7 +49,7 @@ def test_nested_sessions_record_both():
                 attend()
         attend()
     assert (calls(outer), calls(ranks_per_node)) == (5, 3)
-    assert installed.get() is None
+    assert call_wrapper.get() is None
 
 
 def test_sessions_must_close_in_reverse_order():
@@ -60,7 +60,7 @@ def test_sessions_must_close_in_reverse_order():
         outer.__exit__(None, None, None)
     ranks_per_node.__exit__(None, None, None)
     outer.__exit__(None, None, None)
-    assert installed.get() is None
+    assert call_wrapper.get() is None
     with pytest.raises(InputError, match="not open"):
         outer.__exit__(None, None, None)
 

@@ -28,7 +28,7 @@ from burst_portable.planning.verify import verify
 from burst_portable.planning.work import reshard_bytes
 from burst_portable.runtime.prepare import choose, describe
 from burst_portable.runtime.request import Request
-from burst_portable.runtime.reshard import row_orders
+from burst_portable.runtime.row_orders import row_orders
 from burst_portable.strategies.auto import AutoStrategy
 from tests.support.attention_cases import expected, make_inputs, on_one_rank, sent_and_planned
 from tests.support.seams import calls_with

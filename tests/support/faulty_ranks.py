@@ -23,7 +23,7 @@ import burst_portable as bp
 from burst_portable.comm.torch_dist import TorchDistTransport
 from burst_portable.config import Config
 from burst_portable.errors import CommunicationError
-from burst_portable.runtime.prepared_call import Observer, installed
+from burst_portable.runtime.prepared_call import Observer, call_wrapper
 
 RANKS = 3
 GAVE_UP = 3
@@ -115,7 +115,7 @@ def run_rank(rank: int, scenario: Scenario) -> None:
     os.dup2(log, 2)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
     event = Countdown(scenario) if rank == 1 and scenario.fault in FAULTS else lambda: None
-    installed.set(lambda prepared, mesh: dataclasses.replace(prepared, observer=StrikingObserver(event)))
+    call_wrapper.set(lambda prepared, mesh: dataclasses.replace(prepared, observer=StrikingObserver(event)))
     config = Config(timeout=scenario.timeout)
 
     def mesh(group: dist.ProcessGroup | None) -> bp.Mesh:

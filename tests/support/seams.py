@@ -9,7 +9,7 @@ from typing import Any
 
 from burst_portable.comm.base import Transport
 from burst_portable.kernels.base import Kernel
-from burst_portable.runtime.prepared_call import Observer, PreparedCall, installed
+from burst_portable.runtime.prepared_call import Observer, PreparedCall, call_wrapper
 
 
 @contextmanager
@@ -34,8 +34,8 @@ def calls_with(
             parts["transport"] = transport(prepared.transport)
         return replace(prepared, **parts)
 
-    token = installed.set(change)
+    token = call_wrapper.set(change)
     try:
         yield
     finally:
-        installed.reset(token)
+        call_wrapper.reset(token)

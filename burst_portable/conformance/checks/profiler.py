@@ -19,7 +19,7 @@ from burst_portable.numerics import State
 from burst_portable.planning.plans import PASSES
 from burst_portable.profiling.intervals import PARTS
 from burst_portable.profiling.session import Session, profile
-from burst_portable.runtime.prepared_call import installed
+from burst_portable.runtime.prepared_call import call_wrapper
 
 NAME = "profiler"
 _PART = {"compute": "compute", "copy": "exposed_copy"}  # of events that are not communication
@@ -136,13 +136,13 @@ class _Delayed(WrappedKernel):
 @contextmanager
 def _delay_kernels() -> Iterator[None]:
     """Delay the kernels that a session records."""
-    record = installed.get()
+    record = call_wrapper.get()
     assert record is not None, "inside a session"
-    token = installed.set(lambda prepared, mesh: record(replace(prepared, kernel=_Delayed(prepared.kernel)), mesh))
+    token = call_wrapper.set(lambda prepared, mesh: record(replace(prepared, kernel=_Delayed(prepared.kernel)), mesh))
     try:
         yield
     finally:
-        installed.reset(token)
+        call_wrapper.reset(token)
 
 
 def _clock(target: BackendUnderTest) -> Outcome:
