@@ -12,12 +12,13 @@ See `suite.check_backend`, `report.Report`, and `pytest.backend_checks` for the 
 `runner`, `parallel_runner`          run the tests one after another; in several processes.
 `smallest_case`                      searches for the smallest case that fails like a failed one.
 `base`                               `BackendUnderTest`, `TestCase`, `Outcome` and `Check`, a group of tests.
-`checks/`                            the groups, one file for each subject. They use the next five rows:
+`checks/`                            the groups, one file for each subject. They use the next six rows:
 `cases`                              `Case`: a choice of mask, layout, strategy, ranks, heads, dtype and options.
 `oracle`                             the exact results of a case, in float64.
-`running`                            runs a case over ranks that are threads, or on one kernel.
+`running`, `kernel_runs`             run a case over ranks that are threads; on one kernel.
 `processes`                          runs ranks that are processes, with the backend's own transport.
 `exchanges`                          what these ranks send to each other to test a transport.
+`fresh_memory`                       fills fresh memory with NaN in all tests.
 `report`                             `Report` as JSON, JUnit XML and Markdown.
 `pytest`                             the tests as tests of another package.
 ===================================  ===========================================================================

@@ -11,10 +11,10 @@ from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 
 from burst_portable.conformance.base import BackendUnderTest, Outcome, TestCase
+from burst_portable.conformance.fresh_memory import testing_environment
 from burst_portable.conformance.processes import ignore_interrupts, pack, unpack
 from burst_portable.conformance.report import Result
 from burst_portable.conformance.runner import Runner, make_result
-from burst_portable.conformance.running import testing_environment
 from burst_portable.conformance.selection import select_tests
 
 _JOIN_TIMEOUT = 5.0  # seconds that a process gets to end

@@ -26,8 +26,9 @@ from burst_portable.config import listen_on_loopback
 from burst_portable.conformance.base import BackendUnderTest, describe_error, identity
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.exchanges import JOBS
+from burst_portable.conformance.fresh_memory import fresh_memory_is_nan
 from burst_portable.conformance.oracle import Answer, make_inputs
-from burst_portable.conformance.running import fresh_memory_is_nan, run_rank
+from burst_portable.conformance.running import run_rank
 from burst_portable.errors import CommunicationError
 
 START = 120.0

@@ -22,8 +22,8 @@ import pytest
 from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import load, probed
 from burst_portable.conformance.base import BackendUnderTest, TestCase
+from burst_portable.conformance.fresh_memory import testing_environment
 from burst_portable.conformance.runner import Runner
-from burst_portable.conformance.running import testing_environment
 from burst_portable.conformance.selection import list_tests
 
 

@@ -16,10 +16,10 @@ from burst_portable.backends.selection import choose_kernel, kernels_of, known, 
 from burst_portable.conformance.base import COVERAGES, BackendUnderTest, TestCase, Wrap, identity
 from burst_portable.conformance.cases import Case, strategy_trials
 from burst_portable.conformance.checks.kernel_contract import unsupported_reason
+from burst_portable.conformance.fresh_memory import testing_environment
 from burst_portable.conformance.parallel_runner import TEST_TIMEOUT, run_in_processes
 from burst_portable.conformance.report import EVIDENCE_LEVELS, NOT_STATED, Report, Result
 from burst_portable.conformance.runner import Runner
-from burst_portable.conformance.running import testing_environment
 from burst_portable.conformance.selection import select_tests
 from burst_portable.errors import BackendUnavailableError, BurstError, InputError, UnsupportedError, unknown_name
 from burst_portable.kernels.base import Kernel, LazyKernel

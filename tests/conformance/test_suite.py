@@ -13,7 +13,7 @@ from burst_portable.backends.selection import load
 from burst_portable.conformance import Case, check_backend
 from burst_portable.conformance.base import BackendUnderTest
 from burst_portable.conformance.cases import STRATEGIES
-from burst_portable.conformance.checks.attention import run_and_compare
+from burst_portable.conformance.checks.comparison import run_and_compare
 from burst_portable.conformance.checks.plans import find_impurity
 from burst_portable.errors import BackendUnavailableError
 from burst_portable.planning.routes import DirectRoute, RingRoute

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from burst_portable.conformance.base import Check
-from burst_portable.conformance.checks import attention, buffers, claims, kernel_contract, profiler, transport
+from burst_portable.conformance.checks import (
+    attention,
+    buffers,
+    claims,
+    determinism,
+    extremes,
+    fully_masked,
+    kernel_contract,
+    profiler,
+    sizes,
+    transport,
+)
 
 CHECKS: dict[str, Check] = {
     check.name: check
@@ -11,12 +22,12 @@ CHECKS: dict[str, Check] = {
         claims.CHECK,
         kernel_contract.CHECK,
         transport.TRANSPORT,
-        attention.ATTENTION,
-        attention.SIZES,
-        attention.FULLY_MASKED,
-        attention.EXTREMES,
+        attention.CHECK,
+        sizes.CHECK,
+        fully_masked.CHECK,
+        extremes.CHECK,
         buffers.CHECK,
-        attention.DETERMINISM,
+        determinism.CHECK,
         profiler.CHECK,
         transport.GROUP,
     )

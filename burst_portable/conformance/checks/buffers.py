@@ -14,10 +14,11 @@ from torch import Tensor
 from burst_portable.comm.base import Handle, Handles, Message, Transport, WrappedTransport
 from burst_portable.conformance.base import BackendUnderTest, Check, Outcome, TestCase, make_plain_test, skippable
 from burst_portable.conformance.cases import Case
-from burst_portable.conformance.checks.attention import compare
+from burst_portable.conformance.checks.comparison import compare
 from burst_portable.conformance.checks.kernel_contract import plainest
+from burst_portable.conformance.kernel_runs import run_kernel
 from burst_portable.conformance.oracle import make_inputs
-from burst_portable.conformance.running import run_case, run_kernel
+from burst_portable.conformance.running import run_case
 from burst_portable.kernels.base import BackwardInputs, Kernel, LazyKernel, WrappedKernel
 from burst_portable.kernels.checked_kernel import support_of
 from burst_portable.numerics import State

@@ -14,10 +14,12 @@ from burst_portable.backends.base import Backend
 from burst_portable.backends.selection import choose_kernel
 from burst_portable.conformance.base import BackendUnderTest, Check, Outcome, TestCase, make_plain_test
 from burst_portable.conformance.cases import DTYPES, Case
-from burst_portable.conformance.checks.attention import HEAD_SIZES, compare
+from burst_portable.conformance.checks.comparison import compare
 from burst_portable.conformance.checks.kernel_contract import unsupported_reason
+from burst_portable.conformance.checks.sizes import HEAD_SIZES
+from burst_portable.conformance.kernel_runs import run_kernel
 from burst_portable.conformance.oracle import make_inputs
-from burst_portable.conformance.running import run_kernel, serves
+from burst_portable.conformance.running import serves
 from burst_portable.errors import UnknownNameError, UnsupportedError, first_line, shown
 from burst_portable.kernels.base import Kernel, LazyKernel
 from burst_portable.kernels.checked_kernel import support_of

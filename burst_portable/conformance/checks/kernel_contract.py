@@ -12,10 +12,13 @@ import torch
 from burst_portable.conformance import oracle
 from burst_portable.conformance.base import BackendUnderTest, Check, Outcome, TestCase, make_plain_test
 from burst_portable.conformance.cases import DTYPES, HEADS, LENGTH, MASKS, MEMORY, SCALES, VALUES, Axes, Case, covering
-from burst_portable.conformance.checks.attention import HEAD_SIZES, compare, compare_growth
+from burst_portable.conformance.checks.comparison import compare
+from burst_portable.conformance.checks.determinism import compare_growth
 from burst_portable.conformance.checks.repeated_calls import run_repeated
+from burst_portable.conformance.checks.sizes import HEAD_SIZES
+from burst_portable.conformance.kernel_runs import OutOfBoundsWriteError, run_block, run_kernel, run_single_call
 from burst_portable.conformance.oracle import Answer, Inputs, make_inputs
-from burst_portable.conformance.running import OutOfBoundsWriteError, run_block, run_kernel, run_single_call, serves
+from burst_portable.conformance.running import serves
 from burst_portable.kernels.base import Kernel, LazyKernel
 from burst_portable.kernels.checked_kernel import support_of
 from burst_portable.layout import NAMES as LAYOUTS

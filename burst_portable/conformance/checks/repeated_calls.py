@@ -16,9 +16,10 @@ from burst_portable import numerics
 from burst_portable.conformance import oracle
 from burst_portable.conformance.base import BackendUnderTest, Outcome
 from burst_portable.conformance.cases import SEED, Case
-from burst_portable.conformance.checks.attention import compare
+from burst_portable.conformance.checks.comparison import compare
+from burst_portable.conformance.kernel_runs import run_kernel, run_single_call
 from burst_portable.conformance.oracle import Inputs, make_inputs
-from burst_portable.conformance.running import run_kernel, run_single_call, serves
+from burst_portable.conformance.running import serves
 from burst_portable.kernels.base import BackwardInputs, Kernel, LazyKernel, WrappedKernel
 from burst_portable.kernels.checked_kernel import CheckedKernel, support_of
 from burst_portable.numerics import State

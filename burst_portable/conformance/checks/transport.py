@@ -16,7 +16,7 @@ from burst_portable.conformance.base import (
     record_kernel,
 )
 from burst_portable.conformance.cases import Case
-from burst_portable.conformance.checks.attention import compare, make_case_test, make_case_tests
+from burst_portable.conformance.checks.comparison import compare, make_case_test, make_case_tests
 from burst_portable.conformance.checks.kernel_contract import fitted
 from burst_portable.conformance.exchanges import JOBS
 from burst_portable.conformance.oracle import make_inputs

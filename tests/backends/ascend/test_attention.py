@@ -17,9 +17,9 @@ from backends.ascend.standin import fusion
 from burst_portable.backends.ascend import attention
 from burst_portable.backends.ascend.attention import FusionKernel
 from burst_portable.conformance.cases import MASKS, Case
-from burst_portable.conformance.checks.attention import compare
+from burst_portable.conformance.checks.comparison import compare
+from burst_portable.conformance.kernel_runs import run_kernel
 from burst_portable.conformance.oracle import make_inputs
-from burst_portable.conformance.running import run_kernel
 from burst_portable.kernels.base import BackwardInputs
 from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall
