@@ -80,7 +80,7 @@ def test_deep_session_of_several_meshes_raises():
     """The tracer's names contain the rank but not the mesh."""
     x = torch.randn(1, 32, 1, 8)
     with bp.profile("kernels") as session:
-        bp.run_threads(2, lambda mesh: bp.attention(x, x, x, mesh=mesh))
+        bp.run_threads(2, lambda mesh: bp.attention(x, x, x + mesh.rank, mesh=mesh))
         bp.attention(x, x, x, mesh=bp.Mesh.single())
     with pytest.raises(bp.BurstError, match="level 'kernels' cannot separate calls of several meshes"):
         session.records()

@@ -110,6 +110,7 @@ def train(meshes: list[bp.Mesh], strategy: str) -> None:
 
 def run_rank(rank: int, scenario: Scenario) -> None:
     torch.set_num_threads(1)
+    torch.manual_seed(rank)  # forked ranks have one random state, and would draw the same shards
     folder = Path(scenario.folder)
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 2)

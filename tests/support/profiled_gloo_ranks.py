@@ -109,6 +109,7 @@ def run_ablation(mesh: bp.Mesh, path: Path) -> None:
 
 def main(rank: int, ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    torch.manual_seed(rank)  # forked ranks have one random state, and would draw the same shards
     store = dist.FileStore(str(folder / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     transport = SlowLink(None, "gloo", batched=False, timeout=60)

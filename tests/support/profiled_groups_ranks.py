@@ -84,6 +84,7 @@ def error_without_peer(mesh: bp.Mesh) -> str:
 
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    torch.manual_seed(rank)  # forked ranks have one random state, and would draw the same shards
     store = dist.FileStore(str(folder / "store"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
