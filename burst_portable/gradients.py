@@ -18,12 +18,12 @@ from burst_portable.errors import InputError, shown
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.numerics import accumulation_dtype
 from burst_portable.runtime.validation import broadcast_error, check_tensor
+from burst_portable.utils.checksum import INTEGERS
 from burst_portable.utils.gradient_records import GradientRecords
 from burst_portable.utils.torch_modes import outside_graphs
 from burst_portable.utils.values import size
 
 Groups: TypeAlias = dict[tuple[torch.dtype, torch.device], list[Tensor]]
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 BUCKET_BYTES = 1 << 28
 """Default bytes of gradients per exchange, which needs memory for three more copies of them."""
 
@@ -232,7 +232,7 @@ def _checksum(parameters: list[Tensor]) -> HashedValue:
     """Return a checksum of the bits of all parameters. It is equal on any device, and reads them once."""
     sums: dict[torch.device, list[Tensor]] = {}
     for x in map(_local, parameters):
-        bits = _INTEGERS.get(x.dtype.itemsize)
+        bits = INTEGERS.get(x.dtype.itemsize)
         if bits is not None and not x.is_meta and x.layout is torch.strided:
             sums.setdefault(x.device, []).append(x.detach().view(bits).sum(dtype=torch.int64))
     value = hashed_value("", [torch.stack(on_device).tolist() for on_device in sums.values()])

@@ -20,6 +20,7 @@ from torch import Tensor
 from burst_portable.comm.base import Handle, Handles, Message, Transport
 from burst_portable.comm.faults import TransferWatch, exchange_error_notes
 from burst_portable.errors import LATE, CommunicationError, CommunicationTimeoutError, PeerLostError, first_line
+from burst_portable.utils.torch_modes import is_capturing
 
 
 def store_exchange(group: dist.ProcessGroup) -> StoreExchange:
@@ -106,12 +107,6 @@ def named_error(error: RuntimeError, what: str, group: dist.ProcessGroup) -> Com
     next_step = LATE if late else "look at the output of that rank"
     notes = exchange_error_notes(group, f"{what} {verb}")
     return kind(f"{what} {verb}", got=text, next_step="; ".join(filter(None, (notes, next_step))))
-
-
-def _capturing(x: Tensor) -> bool:
-    """Return whether device work is being captured into a graph. Then no transfer runs yet, so none can be late."""
-    is_capturing = getattr(torch.get_device_module(x.device), "is_current_stream_capturing", None)
-    return bool(is_capturing and is_capturing())
 
 
 @lru_cache(maxsize=1)
@@ -223,7 +218,8 @@ class TorchDistTransport(Transport):
         ops += [dist.P2POp(dist.irecv, m.buffer, group=self.group, group_peer=m.peer) for m in receives]
         what = f"rank {self.rank}, {label}: exchange with ranks {sorted({m.peer for m in (*sends, *receives)})}"
         incoming = [m.buffer for m in receives]
-        watch = self._watch if ops and not _capturing(ops[0].tensor) else None
+        # While work is captured, no transfer runs yet, so none can be late.
+        watch = self._watch if ops and not is_capturing(ops[0].tensor.device) else None
         post = watch.add(what, incoming) if watch else None
         try:
             works = dist.batch_isend_irecv(ops) if ops else []

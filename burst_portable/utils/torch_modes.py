@@ -69,6 +69,12 @@ def apply_untransformed(function: type[torch.autograd.Function], *args: Any) -> 
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # the part in C++
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether work on a device is being captured into a graph. The host cannot wait for it then."""
+    captures = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return bool(captures and captures())
+
+
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -27,17 +27,16 @@ from torch.distributed.tensor import DTensor
 from burst_portable.comm.agreement import HINTS, Facts, agree, call_signature
 from burst_portable.errors import InputError, MismatchError
 from burst_portable.mesh import Mesh
+from burst_portable.utils.checksum import GOLDEN, INTEGERS, position_weights
 
 KEY = "batch_checksum"
 """Name of the checksum among the arguments that `ShardedModel.shard` returns."""
 _FACTS = "rows of the batch", "number of labels", "values of the parameters", "requested outputs"
 _MASKED_ROWS = "rows of the masked batch"
 """The first fact for models of masked tokens, which a collator chooses by random numbers."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 _SAMPLED, _SAMPLED_VALUES = 4, 1 << 16  # smallest and largest parameters of each call, values of each smallest one
 _ROTATED, _STRIDED_VALUES = 16, 128  # other parameters of each call, values of each largest or other one
 _STEP = 40503  # elements between the first values of two calls; odd, so that the column of a matrix changes as well
-_GOLDEN = -7046029254386353131  # 2**64 / golden ratio, as int64
 _CALL, _FIRST = "call of the model", "first call of the model"
 
 
@@ -49,7 +48,7 @@ def checksum(*tensors: Tensor | None) -> Tensor:
     device = next(x.device for x in tensors if x is not None)
     values = torch.cat([x.reshape(-1).to(torch.int64) for x in tensors if x is not None])
     lengths = [-1 if x is None else x.numel() for x in tensors]  # which argument has which values
-    constant = reduce(lambda total, length: (total * _GOLDEN + length + 2) % 2**63, lengths, 0)
+    constant = reduce(lambda total, length: (total * GOLDEN + length + 2) % 2**63, lengths, 0)
     return ((values + 1) * _weights(values.numel(), device)).sum() + constant
 
 
@@ -95,11 +94,7 @@ def checksum_of_call(recorded: Tensor, kwargs: Mapping[str, Any], device: torch.
     return total
 
 
-@lru_cache(maxsize=4)
-def _weights(count: int, device: torch.device) -> Tensor:
-    """Return odd pseudo-random int64 numbers, one for each place."""
-    weights = torch.arange(1, count + 1, device=device) * _GOLDEN
-    return ((weights ^ (weights >> 29)) * _GOLDEN) | 1
+_weights = lru_cache(maxsize=4)(position_weights)
 
 
 def parameter_checksum(parameters: Iterable[Tensor], device: torch.device, calls: int = 0) -> Tensor:
@@ -122,7 +117,7 @@ def parameter_checksum(parameters: Iterable[Tensor], device: torch.device, calls
     values = [p.detach().reshape(-1)[:_SAMPLED_VALUES].contiguous().view(torch.uint8) for p in by_size[:_SAMPLED]]
     groups = -(-len(plain) // _ROTATED)
     for p in by_size[-_SAMPLED:] + plain[calls % groups :: groups]:
-        if p.numel() and p.is_contiguous() and (bits := _INTEGERS.get(p.dtype.itemsize)) is not None:
+        if p.numel() and p.is_contiguous() and (bits := INTEGERS.get(p.dtype.itemsize)) is not None:
             stride = -(-p.numel() // _STRIDED_VALUES)
             values.append(p.detach().view(-1).view(bits)[calls * _STEP % stride :: stride])
     sampled = torch.cat([x.to(torch.int64) for x in _by_dtype(values)])
@@ -143,10 +138,10 @@ def checksum_of_all(parameters: Iterable[Tensor], device: torch.device) -> Tenso
 
     Ranks with different seeds or checkpoints may have equal small parameters, for example new norms.
     """
-    plain = [p.detach() for p in _plain(parameters, device) if p.dtype.itemsize in _INTEGERS]
+    plain = [p.detach() for p in _plain(parameters, device) if p.dtype.itemsize in INTEGERS]
     if not plain:
         return torch.zeros((), dtype=torch.int64, device=device)
-    sums = torch.stack([p.view(_INTEGERS[p.dtype.itemsize]).sum(dtype=torch.int64) for p in plain])
+    sums = torch.stack([p.view(INTEGERS[p.dtype.itemsize]).sum(dtype=torch.int64) for p in plain])
     return (sums * _weights(len(plain), device)).sum()
 
 
@@ -172,7 +167,7 @@ def rows_checksum(tokens: Tensor, rank: int) -> Tensor:
 
     For rows that repeat one token, it is the rank: all parts of such a sequence are equal.
     """
-    bits = _INTEGERS.get(tokens.element_size(), torch.uint8)
+    bits = INTEGERS.get(tokens.element_size(), torch.uint8)
     rows = tokens if tokens.dim() == 2 else tokens.detach().contiguous().view(bits).sum(dim=-1)
     return torch.where((rows == rows[:, :1]).all(), rank, checksum(rows))
 
