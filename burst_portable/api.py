@@ -88,7 +88,8 @@ def attention(
         layout: Order of tokens over ranks: "contiguous", "zigzag", "striped", "dispatched" (made from the mask) or a
             `Layout`; for masks of documents also "whole_documents" and "document_zigzag", for which full, causal and
             window are one document. `plan_for_mesh` predicts the fastest.
-        seq_len: Tokens of the unsharded sequence. Default: the length of a `Layout`, else S * ranks.
+        seq_len: Tokens of the unsharded sequence. Default: the length of a `Layout`, else S * ranks. By default, v must
+            not be the same on all ranks, which would be the full tensors in place of shards.
         scale: Factor of the scores. Default: 1 / sqrt(D).
         softcap: Scores become ``softcap * tanh(score / softcap)``. Default: no softcap.
         sinks: Attention sinks of shape ``[Hq]``: one logit per query head, which takes part in the softmax of every row
@@ -110,7 +111,8 @@ def attention(
         Output of shape ``[B, S, Hq, Dv]`` in the dtype of q, or of autocast. Fully masked rows are 0, with LSE -inf.
 
     Raises:
-        InputError: If shapes, names, the mask or the layout are invalid or contradict each other (a ValueError).
+        InputError: If shapes, names, the mask or the layout are invalid or contradict each other (a ValueError). If all
+            ranks hold the same v, except equal tokens, and neither `seq_len` nor a `Layout` is given.
         UnknownArgumentError: For an argument of another library; the message names ours (a TypeError).
         DtypeError: If dtypes differ, or no kernel supports them (a TypeError).
         UnsupportedError: If the named strategy, kernel, backend or transport does not support this call.

@@ -164,7 +164,8 @@ class SelfAttention(nn.Module):
 
         Args:
             x: This rank's tokens, ``[B, S, dim]``.
-            seq_len: Tokens of the unsharded sequence. Default: the length of a `Layout`, else S * ranks.
+            seq_len: Tokens of the unsharded sequence. Default: the length of a `Layout`, else S * ranks. By default, x
+                must not be the same on all ranks.
             position_ids: Shape ``[S]`` or ``[B, S]``. Default: global positions. Pass them for packed documents.
             mask: Mask of this call, for example of the batch's documents. Default: the module's.
 
@@ -173,22 +174,21 @@ class SelfAttention(nn.Module):
         """
         mask = self.mask if mask is None else mask
         try:
-            length, position_ids = self._locate(x, seq_len, mask, position_ids)
+            position_ids = self._locate(x, seq_len, mask, position_ids)
             q, k, v = self._project(x, position_ids)
         except Exception as error:
             broadcast_error(self.mesh, error, x)
             raise
-        out = attention(q, k, v, mask=mask, mesh=self.mesh, strategy=self.strategy, layout=self.layout, seq_len=length)
+        # Not the length that follows from x: without one, attention compares the ranks' tokens.
+        out = attention(q, k, v, mask=mask, mesh=self.mesh, strategy=self.strategy, layout=self.layout, seq_len=seq_len)
         projected: Tensor = self.out(out.flatten(-2))
         return projected
 
     if TYPE_CHECKING:
         __call__ = forward  # torch's own has no types
 
-    def _locate(
-        self, x: Tensor, seq_len: int | None, mask: Mask | str, position_ids: Tensor | None
-    ) -> tuple[int, Tensor | None]:
-        """Return the tokens of the unsharded sequence, and the positions of x. None: no rotary embedding."""
+    def _locate(self, x: Tensor, seq_len: int | None, mask: Mask | str, position_ids: Tensor | None) -> Tensor | None:
+        """Return the positions of x. None: no rotary embedding. Raise an error for other tokens than this rank's."""
         needs_positions = self.theta is not None and position_ids is None
         if torch.compiler.is_compiling() and isinstance(x, Tensor) and self._accepts(x):
             # The import registers operators of torch.
@@ -202,9 +202,9 @@ class SelfAttention(nn.Module):
                 if needs_positions:
                     named = str(self.layout), str(request.mask)
                     position_ids = positions_in_graph(rows, length, self.mesh, *named, x.device)
-                return length, position_ids
-        length, positions = self._locate_in_layout(x, seq_len, mask, needs_positions)
-        return length, positions if needs_positions else position_ids
+                return position_ids
+        positions = self._locate_in_layout(x, seq_len, mask, needs_positions)
+        return positions if needs_positions else position_ids
 
     def _accepts(self, x: Tensor) -> bool:
         return x.dim() == 3 and x.shape[-1] == self.q.in_features
@@ -216,11 +216,8 @@ class SelfAttention(nn.Module):
     )
     def _locate_in_layout(
         self, x: Tensor, seq_len: int | None, mask: Mask | str, needs_positions: bool
-    ) -> tuple[int, Tensor | None]:
-        """Return the tokens of the unsharded sequence, and the positions of x if needed.
-
-        Raise if x does not have this rank's number of tokens.
-        """
+    ) -> Tensor | None:
+        """Return the positions of x if needed. Raise if x does not have this rank's number of tokens."""
         check_tensor("x", x)
         if not self._accepts(x):
             allowed = f"[batch, rows, {self.q.in_features}]"
@@ -230,7 +227,7 @@ class SelfAttention(nn.Module):
         layout = layout_of(self.layout, length, self.mesh.size, mask_of(mask, length))
         check_rows(layout, x.shape[1], self.mesh)
         # Not `local_position_ids`: it would remember this layout as one by which tensors were sharded.
-        return length, position_ids_of(layout, self.mesh.rank, x.device) if needs_positions else None
+        return position_ids_of(layout, self.mesh.rank, x.device) if needs_positions else None
 
     def _project(self, x: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return Q, K and V, with rotary embedding in Q and K."""

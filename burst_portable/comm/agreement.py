@@ -2,7 +2,7 @@
 
 Each rank shares 16 bytes (a hash of everything that must be equal), the number of passes that it has begun, and the
 seed of dropout. If these differ, ranks exchange the facts themselves, and every rank raises an error that names both
-sides. No block is sent.
+sides. No block is sent. A checksum of values that must not be equal on all ranks is shared with them.
 
 Transports of host memory compare in every pass. Otherwise the host would have to wait for the device, so ranks compare
 only when a call is new, through the store of their group. If a rank later makes a different call, the flags of peer
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from struct import pack, unpack_from
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ _FACTS_SIZE = 4096  # bytes
 _DIGEST = 16  # bytes
 _NUMBERS = ("passes begun", "backward of the pass", "dropout seed")
 """Numbers that ranks compare with each digest."""
+_COMPARED = 40  # bytes of the digest and these numbers
 _SHOWN = 300  # characters of a fact in an error
 _REMEMBERED = 1 << 14  # signatures that a transport need not compare again
 _ERROR_TIMEOUT = 10.0  # seconds that a rank with an error waits for the other ranks to receive it
@@ -94,6 +95,20 @@ class CallSignature(NamedTuple):
         return ", ".join(shown) or "an error"
 
 
+class ComparedValues(NamedTuple):
+    """Values of this rank that must not be equal on all ranks. After they have differed once, they are not compared.
+
+    Attributes:
+        key: Digest by which a transport remembers this.
+        checksum: Return a checksum of the values, below 2**64. 0: they may be equal to those of the other ranks.
+        error: Return the error for values that are equal on all ranks.
+    """
+
+    key: bytes
+    checksum: Callable[[], int]
+    error: Callable[[], BurstError]
+
+
 def hashed_value(name: str, value: object) -> HashedValue:
     """Return a fact with the hash of the repr of a value, which must be equal on all ranks."""
     return HashedValue(name[:_SHOWN], hashlib.blake2b(repr(value).encode(), digest_size=_DIGEST).hexdigest())
@@ -112,15 +127,18 @@ def agree(
     *,
     forward_pass: int = 0,
     seed: int = 0,
+    values: ComparedValues | None = None,
     timeout: float | None = None,
 ) -> None:
     """Count a pass, and return when all ranks have the same signature. Every rank must call this.
 
     For a backward pass, `forward_pass` is the number of its forward pass on the transport: ranks that run backward
     passes in different orders would exchange blocks of different calls. `seed` is that of dropout; it is compared, but
-    a call with another seed is not new. Default timeout: that of the transport.
+    a call with another seed is not new. `values` may be None on some ranks, and no rank raises their error then.
+    Default timeout: that of the transport.
 
     Raises:
+        BurstError: All ranks have equal `values`; every rank raises their error.
         MismatchError: The signatures differ; raised on every rank.
         CommunicationError: A rank does not answer, or the last pass of this rank has not ended: see
             `Transport.check_in_sync`.
@@ -128,15 +146,36 @@ def agree(
     if transport.size == 1:
         return
     transport.check_in_sync()
+    is_known = signature.digest in transport.agreed
+    checksum = 0 if is_known or values is None else _checksum(values, transport)
     transport.state.passes += 1
-    if signature.digest in transport.agreed:
+    if is_known:
         return
     label = f"checking that ranks agree on pass {transport.state.passes} ({signature.title})"
-    _compare(transport, signature, label, (transport.state.passes, forward_pass, seed), timeout)
+    numbers = transport.state.passes, forward_pass, seed
+    checksums = _compare(transport, signature, label, numbers, timeout, checksum=checksum)
+    if values is not None and all(checksums):
+        if len(set(checksums)) == 1:
+            raise values.error()
+        _remember(transport, values.key)
     if not transport.host:
-        if len(transport.agreed) >= _REMEMBERED:  # on all ranks at the same time: they agreed on the same calls
-            transport.agreed.clear()
-        transport.agreed.add(signature.digest)
+        _remember(transport, signature.digest)
+
+
+def _checksum(values: ComparedValues, transport: Transport) -> int:
+    """Return the checksum of values. An error, for example of a device without memory, is sent to the other ranks."""
+    try:
+        return values.checksum()
+    except Exception as error:
+        share_error(transport, error)
+        raise
+
+
+def _remember(transport: Transport, digest: bytes) -> None:
+    """Add a digest to `Transport.agreed`, on all ranks at the same time."""
+    if len(transport.agreed) >= _REMEMBERED:
+        transport.agreed.clear()
+    transport.agreed.add(digest)
 
 
 def agree_on_call(transport: Transport, call: str, facts: Facts | None = None) -> None:
@@ -165,16 +204,22 @@ def _compare(
     label: str,
     numbers: tuple[int, ...],
     timeout: float | None = None,
-) -> None:
-    """Raise `MismatchError` on every rank if the signatures differ, or the `numbers` of `_NUMBERS`."""
-    digests = transport.share(signature.digest + pack("<3Q", *numbers), label, timeout)
+    *,
+    checksum: int = 0,
+) -> list[int]:
+    """Raise `MismatchError` on every rank if the signatures differ, or the `numbers` of `_NUMBERS`.
+
+    Return the checksums of all ranks, which may differ.
+    """
+    received = transport.share(signature.digest + pack("<4Q", *numbers, checksum), label, timeout)
+    digests = [one[:_COMPARED] for one in received]
     if all(digest == digests[0] for digest in digests):
-        return
+        return [int.from_bytes(one[_COMPARED:], "little") for one in received]
     packed = json.dumps(signature.facts).encode()[:_FACTS_SIZE].ljust(_FACTS_SIZE)
     shared = transport.share(packed, "exchanging the facts of the calls", timeout)
     if unwritten := [rank for rank, digest in enumerate(digests) if len(set(digest)) == 1]:
         raise CommunicationError(
-            f"rank {transport.rank}: the {len(digests[0])} bytes received from rank {unwritten[0]} are all equal",
+            f"rank {transport.rank}: the {len(received[0])} bytes received from rank {unwritten[0]} are all equal",
             got=digests[unwritten[0]][:4].hex(),
             allowed="a hash",
             next_step=f"the transport {transport.name!r} must write a receive's buffer before its wait() returns",

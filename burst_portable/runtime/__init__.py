@@ -7,6 +7,7 @@ The modules, in the order in which a call of `attention` reaches them:
 `prepare`                            from a request to a `PreparedCall`, which a mesh caches.
 `prepared_call`                      `PreparedCall`: what runs. `Executor` and `Observer` are its interfaces.
 `signature`                          the facts of a call that ranks compare before its passes.
+`equal_shards`                       the checksum of V, by which ranks find full tensors in place of shards.
 `ahead`                              compiles the kernels of a new call side by side.
 `autograd`                           begins and ends the passes, and saves tensors between them.
 `executor`                           the steps of a pass. It uses the next four rows:

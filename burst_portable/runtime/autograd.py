@@ -12,6 +12,7 @@ from burst_portable.comm.agreement import agree, share_error
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import as_kernels_take
 from burst_portable.mesh import Mesh
+from burst_portable.runtime.equal_shards import values_to_compare
 from burst_portable.runtime.prepared_call import PreparedCall, call_wrapper
 from burst_portable.runtime.validation import check_gradient
 from burst_portable.utils.torch_modes import (
@@ -31,7 +32,7 @@ def run(
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
     )
     with disable_caller_modes(q.device):
-        begin(prepared, q.device)
+        begin(prepared, q.device, v=v)
         if needs_grad:
             result: tuple[Tensor, Tensor | None] = apply_untransformed(Attention, q, k, v, sinks, prepared)
             return result
@@ -114,10 +115,14 @@ def _check_gradient(prepared: PreparedCall, dout: Tensor | None) -> None:
         raise
 
 
-def begin(prepared: PreparedCall, device: torch.device, *, forward_pass: int = 0) -> None:
+def begin(prepared: PreparedCall, device: torch.device, *, v: Tensor | None = None, forward_pass: int = 0) -> None:
     """Check that all ranks make this call, and begin one of its passes.
 
-    `forward_pass`: For a backward pass, the number of its forward pass.
+    Args:
+        prepared: The call.
+        device: Device of its tensors.
+        v: This rank's values in a forward pass. Default: ranks may have equal ones.
+        forward_pass: For a backward pass, the number of its forward pass.
     """
     transport = prepared.transport
     if transport.size == 1:
@@ -125,7 +130,8 @@ def begin(prepared: PreparedCall, device: torch.device, *, forward_pass: int = 0
     prepared_pass = prepared.backward if forward_pass else prepared.forward
     seed = 0 if prepared.kernel_call.dropout is None else prepared.kernel_call.dropout.seed
     digest = prepared_pass.signature.digest + forward_pass.to_bytes(8, "little") + seed.to_bytes(8, "little")
-    agree(transport, prepared_pass.signature, forward_pass=forward_pass, seed=seed)
+    values = None if v is None else values_to_compare(prepared, v)
+    agree(transport, prepared_pass.signature, forward_pass=forward_pass, seed=seed, values=values)
     with on_device(device):  # a transport rejects two ranks on one device
         transport.begin(digest, prepared_pass.bytes_per_sender)
 

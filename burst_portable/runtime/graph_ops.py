@@ -222,7 +222,7 @@ def attend(
     prepared, q_, k_, v_ = prepare(q, k, v, sinks, mesh, arguments.request._replace(seq_len=seq_len))
     prepared = wrapped_call(prepared, mesh)
     with disable_autocast(q.device), disable_selective_checkpointing():
-        begin(prepared, q.device)
+        begin(prepared, q.device, v=v_)
         out, lse, saved = prepared.executor.forward(prepared, q_, k_, v_, sinks, keep=keep)
         prepared.transport.end()
     if not keep:

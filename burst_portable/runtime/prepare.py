@@ -33,6 +33,7 @@ from burst_portable.planning.messages import Inboxes, inboxes
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.rank_order import with_rank_order
 from burst_portable.runtime.ahead import compile_ahead
+from burst_portable.runtime.equal_shards import key_of_values
 from burst_portable.runtime.executor import StepExecutor
 from burst_portable.runtime.head_groups import GroupExecutor
 from burst_portable.runtime.head_parallel import HeadExecutor
@@ -196,6 +197,8 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, 
     tokens = tokens_fact(call, q.shape[1], mesh, request)
     signature = signature_of(plan, backend, kernel, transport, tokens, with_lse=with_lse)
     prepared = prepared_call(plan, backend, kernel, transport, signature, with_lse=with_lse, reason=reason)
+    if not request.has_length:
+        prepared = replace(prepared, values_key=key_of_values(call, v.shape[1]))
     kernel.save_compiled_in(triton_cache())
     compile_ahead(prepared, mesh, q, k, v, sinks)
     return prepared

@@ -107,6 +107,7 @@ class PreparedCall:
     backward_takes_out: bool = False  # whether the backward kernel takes out instead of delta
     with_lse: bool = True  # whether the caller requests LSE, which a head-parallel plan then sends back
     reason: str = ""  # why this kernel was chosen
+    values_key: bytes = b""  # see `runtime.equal_shards`; empty if ranks do not compare V
     observer: Observer = NO_OBSERVER  # the profiler, if one is installed
 
     def with_seed(self, seed: int) -> PreparedCall:

@@ -56,6 +56,11 @@ class Request(NamedTuple):
     dropout_p: float = 0.0
     first_head: int = 0
 
+    @property
+    def has_length(self) -> bool:
+        """Return whether the caller passed the tokens of the unsharded sequence. Else a rank's rows define them."""
+        return self.seq_len is not None or isinstance(self.layout, Layout)
+
     def checked(self) -> Request:
         """Return the request with numbers as ints or floats: 1, 1.0 and True are equal as keys.
 

@@ -6,7 +6,6 @@ from burst_portable.backends.base import Backend
 from burst_portable.comm.agreement import CallSignature, HashedValue, call_signature, hashed_value
 from burst_portable.comm.base import Transport
 from burst_portable.kernels.base import Kernel
-from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
@@ -51,8 +50,7 @@ def signature_of(
 def tokens_fact(call: AttentionCall, rows: int, mesh: Mesh, request: Request) -> HashedValue:
     """Return the tokens of the unsharded sequence. Its name has the rows of this rank if they define the number."""
     length = call.layout.length
-    is_given = request.seq_len is not None or isinstance(request.layout, Layout)
-    return hashed_value(str(length) if is_given else f"{rows} rows x {mesh.size} ranks = {length}", length)
+    return hashed_value(str(length) if request.has_length else f"{rows} rows x {mesh.size} ranks = {length}", length)
 
 
 def plan_fact(plan: Plan) -> HashedValue:

@@ -52,6 +52,21 @@ def test_self_attention_on_ranks_equals_one_rank(ranks, layout):
             torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("position_ids", [None, torch.arange(12)], ids=["of the layout", "of the full sequence"])
+def test_self_attention_raises_for_full_tensors(position_ids):
+    """Positions of the layout make K differ between ranks, but not V. The module must not pass seq_len itself."""
+    x, weights = torch.randn(1, 12, 16), SelfAttention(16, 2).state_dict()
+
+    def work(mesh):
+        module = SelfAttention(16, 2, mesh=mesh)
+        module.load_state_dict(weights)
+        with pytest.raises(InputError, match=r"all ranks hold the same V.*pass seq_len=36"):
+            module(x, position_ids=position_ids)
+        return module(x, position_ids=position_ids, seq_len=36).shape
+
+    assert bp.run_threads(3, work) == [x.shape] * 3
+
+
 def test_apply_rotary_embedding_rotates_by_position():
     """At position p, the pair of frequency 1 is rotated by p radians."""
     x = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2).expand(1, 3, 1, 2)

@@ -239,7 +239,7 @@ def test_bytes_that_a_transport_did_not_write_are_named():
     def work(mesh):
         transport = mesh.transport("cpu")
         transport.share = lambda data, *_: [b"\xff" * len(data), data]  # a receive from rank 0 without a wait
-        with pytest.raises(CommunicationError, match="the 40 bytes received from rank 0 are all equal; got ffffffff"):
+        with pytest.raises(CommunicationError, match="the 48 bytes received from rank 0 are all equal; got ffffffff"):
             agree(transport, call_signature({"a": "b"}))
 
     bp.run_threads(2, work)

@@ -86,6 +86,8 @@ def test_sent_bytes_equal_plan(answers):
         ("export", "tensors without data cannot be sent"),
         ("trace", "attention cannot be traced"),
         ("tangent", "no forward-mode derivative"),
+        ("full tensors", "all ranks hold the same V"),
+        ("full tensors of a module", "all ranks hold the same V"),
         ("sums", r"shape: \(1,\) on rank 0 but \(2,\) on rank 1"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 
 import pytest
@@ -97,6 +98,24 @@ def test_ablate_reports_hidden_transfer(monkeypatch):
         facts = found.facts()
         parts = ("without_both", "exposed_communication", "exposed_computing", "hidden")
         assert facts["full_step_ns"] == sum(facts[f"{name}_ns"] for name in parts)
+
+
+def test_ablate_accepts_lengths_that_change():
+    """Without communication, each rank has its own values in place of those of other ranks, also for a new length."""
+
+    def work(mesh):
+        generator = torch.Generator().manual_seed(mesh.rank)
+        lengths = itertools.count(8)
+
+        def step():
+            x = torch.randn(1, next(lengths), 2, 8, generator=generator)
+            return bp.attention(x, x, x, mesh=mesh)
+
+        ablate(step, mesh=mesh, repeat=1)
+        assert next(lengths) == 13
+        return True
+
+    assert bp.run_threads(2, work) == [True, True]
 
 
 @pytest.mark.parametrize("picks", [True, False])

@@ -278,6 +278,23 @@ def test_compiled_attention_raises_same_errors(error: type, match: str, sizes: A
 
 
 @on_threads
+def test_compiled_attention_raises_for_full_tensors():
+    """In the graph of a call with symbolic lengths too, and not for shards."""
+    tensors = [x[:, :20] for x in whole()[:3]]
+
+    def work(mesh: bp.Mesh) -> list[Tensor]:
+        call = compiled(lambda q, k, v: bp.attention(q * 2, k.sin(), v + 1, mesh=mesh), dynamic=True)
+        for length in (20, 16):
+            with pytest.raises(InputError, match=f"all ranks hold the same V.*pass seq_len={2 * length}"):
+                call(*(x[:, :length] for x in tensors))
+        return [bp.unshard(x, mesh, seq_len=20) for x in results(call, [bp.shard(x, mesh) for x in tensors])]
+
+    expected = results(lambda q, k, v: bp.attention(q * 2, k.sin(), v + 1, mesh=MESH), tensors)
+    for found in bp.run_threads(2, work):
+        assert_same(found, expected, 1e-5)
+
+
+@on_threads
 def test_compiled_attention_error_reaches_all_ranks():
     def work(mesh: bp.Mesh) -> str:
         call = compiled(lambda q, k, v: bp.attention(q, k, v, mesh=mesh))

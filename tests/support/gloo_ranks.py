@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from itertools import cycle
 from pathlib import Path
@@ -142,7 +143,10 @@ def errors_of_invalid_calls(mesh: bp.Mesh) -> dict[str, str]:
             bp.attention(*(torch.randn(1, 4, 2, 8) for _ in range(3)), mesh=mesh)
 
     module, rows = SelfAttention(16, 2, mesh=mesh), torch.randn(1, 4, 16)
+    full = torch.randn(1, 4, 2, 8, generator=torch.Generator().manual_seed(0))
     return {
+        "full tensors": error_text(partial(bp.attention, mesh=mesh), full, full, full),
+        "full tensors of a module": error_text(module, torch.ones(1, 4, 16).cumsum(1)),
         "fake": error_text(fake),
         "export": error_text(torch.export.export, module, (rows,)),
         "trace": error_text(torch.jit.trace, module, (rows,)),

@@ -38,7 +38,7 @@ with warnings.catch_warnings():
 
     from burst_portable.integrations.megatron import CoreAttention, replace_attention
 
-from burst_portable.errors import MismatchError
+from burst_portable.errors import InputError, MismatchError
 from tests.support import stand_in_megatron
 from tests.support.forked import run_forked
 from tests.support.stand_in_megatron import dense_attention, thd_get_partitioned_indices
@@ -194,6 +194,9 @@ def main(rank: int, folder: Path) -> None:
     torch.manual_seed(rank)  # ranks of a sequence must draw the same numbers
     with pytest.raises(MismatchError, match="dropout"):
         attention(*torch.ones(3, 4, 1, 4, 8).unbind(), None)
+    full = torch.randn(3, 4, 1, 4, 8, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(InputError, match="all ranks hold the same V"):  # a batch that was not divided
+        attention.eval()(*full.unbind(), None)
     dist.destroy_process_group()
 
 
