@@ -15,15 +15,14 @@ from burst_portable.cli.flags import DTYPES
 from burst_portable.cli.run.dropout import check_dropout_is_used, set_dropout
 from burst_portable.cli.run.job import Job, check_memory, check_numbers, check_processes, cores, hardware_of_run
 from burst_portable.cli.run.models import (
-    check_tokens,
     checkpoint_of,
     config_of,
     enable_gradient_checkpointing,
     local_model,
     outline,
     silence_transformers,
-    tokens_of,
 )
+from burst_portable.cli.run.texts import check_tokens, tokens_of
 from burst_portable.cli.strategy_flags import make_named_strategy
 from burst_portable.config import from_environment
 from burst_portable.errors import InputError, unknown_name

@@ -20,14 +20,13 @@ from burst_portable.backends.selection import load
 from burst_portable.cli.run.dropout import ReferenceDropout, set_dropout
 from burst_portable.cli.run.job import Job, hardware_of_run
 from burst_portable.cli.run.models import (
-    batches,
     build,
     checkpoint_of,
     config_of,
     enable_gradient_checkpointing,
     silence_transformers,
-    tokens_of,
 )
+from burst_portable.cli.run.texts import batches, tokens_of
 from burst_portable.cli.strategy_flags import make_named_strategy
 from burst_portable.gradients import all_reduce, all_reduce_gradients
 from burst_portable.integrations.transformers import ShardedModel, parallelize

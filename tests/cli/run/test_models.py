@@ -1,4 +1,4 @@
-"""Test the models and texts of `run`: checkpoints, the built-in model, recomputed layers."""
+"""Test the models of `run`: checkpoints, the built-in model, recomputed layers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from burst_portable.cli.run.models import batches, build, config_of, enable_gradient_checkpointing, local_model
+from burst_portable.cli.run.models import build, config_of, enable_gradient_checkpointing, local_model
 from burst_portable.errors import InputError
 from tests.support.models import SIZES, make, tokens
-
-
-def test_batches_repeat_text_at_its_end():
-    made = batches(torch.arange(10), 3, 2, 3)
-    assert [x.tolist() for x in made] == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [0, 1, 2]], [[3, 4, 5], [6, 7, 8]]]
 
 
 def test_tiny_model_equals_readme():

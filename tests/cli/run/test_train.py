@@ -12,8 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from burst_portable import Mesh, run_threads
 from burst_portable.cli import main
-from burst_portable.cli.run.models import batches, build, config_of, outline, tokens_of
+from burst_portable.cli.run.models import build, config_of, outline
 from burst_portable.cli.run.outcome import relative_differences
+from burst_portable.cli.run.texts import batches, tokens_of
 from burst_portable.cli.run.train import Sharded, StepHistory, Trainer, fingerprint
 from burst_portable.integrations.transformers import parallelize
 from tests.support.models import SIZES, make
