@@ -9,6 +9,22 @@ Exit codes:
 - 141: the reader of the output closed it.
 
 An unexpected exception keeps its traceback.
+
+===================================  ===========================================================================
+`app`                                the commands by name, and the application that typer makes of them.
+`flags`, `strategy_flags`            options that commands share; flags for the options of strategies.
+`backend_choice`                     the backend of a command.
+`output`, `process`                  tables, JSON and files; signals and streams that fail.
+`run/`                               `run`: a job, its ranks, and the same job on one device.
+`plan`                               `plan`, with `plan_hardware`, `plan_facts` (JSON), `plan_view` and `drawing`.
+`plan_comparison`, `plan_chart`      `plan --strategy all`.
+`bench`, `bench_options`             `bench`, with the ranks of `bench_worker`; `bench_files` reads its files.
+`measure`, `time_kernels`            `measure`, with the ranks of `measure_worker`; `time-kernels`.
+`conform`, `conform_view`            `conform`.
+`profile`                            `profile`, `compare` and `trace`.
+`kernels`, `warm`                    `kernels`, and its option `--warm`.
+`doctor`, `init`                     `doctor`; `init`, which writes one of `scripts`.
+===================================  ===========================================================================
 """
 
 from __future__ import annotations
