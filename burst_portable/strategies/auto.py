@@ -104,6 +104,13 @@ class AutoStrategy(Strategy):
                 plans[label] = plan
         if memory:
             self._check_memory(memory)
+        best, criterion = self._best(call, plans, seconds)
+        chose = f"chose {best} {criterion}{self._hardware_text(call)} ({by_time(seconds)})"
+        left_out = (f"not {label}: {reason}" for label, reason in refused.items())
+        return replace(plans[best], reason="; ".join([chose, *left_out]))
+
+    def _best(self, call: AttentionCall, plans: dict[str, Plan], seconds: dict[str, float]) -> tuple[str, str]:
+        """Return the label of the plan to run, and the criterion by which it was chosen."""
         least = min(round(time, 7) for time in seconds.values())
         fastest = [label for label, time in seconds.items() if round(time, 7) == least]
         tie = len(fastest) > 1
@@ -117,9 +124,7 @@ class AutoStrategy(Strategy):
         if (fewer := _fewest_groups(best, plans, seconds)) != best:
             criterion += f", since {best} would save under {100 * (_SMALLEST_GAIN - 1):.2g} %,"
             best = fewer
-        chose = f"chose {best} {criterion}{self._hardware_text(call)} ({by_time(seconds)})"
-        left_out = (f"not {label}: {reason}" for label, reason in refused.items())
-        return replace(plans[best], reason="; ".join([chose, *left_out]))
+        return best, criterion
 
     def _check_memory(self, needed: dict[str, int]) -> None:
         """Raise `MemoryLimitError` if none of these needs, in bytes by label, is within the limit."""
