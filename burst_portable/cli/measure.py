@@ -72,7 +72,10 @@ def measure(
         json_option = JsonOption(json_name, writes=is_first)
         ranks = number_of_ranks(ranks, launcher)
         kv_heads = heads if kv_heads is None else kv_heads
-        job = _job(launcher, ranks, backend, kernel, heads, kv_heads, head_dim, dtype, seq_len, ranks_per_node)
+        job = _job(
+            launcher, ranks=ranks, backend=backend, kernel=kernel, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+            dtype=dtype, seq_len=seq_len, ranks_per_node=ranks_per_node,
+        )  # fmt: skip
         with _progress(console(stderr=True, quiet=not is_first)) as on_progress:
             facts = measure_local(job, on_progress) if launcher is None else measure_rank(job, launcher, on_progress)
     if is_first:
@@ -81,20 +84,11 @@ def measure(
     return 0
 
 
-def _job(
-    launcher: LauncherEnv | None, ranks: int | None, backend: str, kernel: str, heads: int, kv_heads: int,
-    head_dim: int, dtype: str | None, seq_len: int | None, ranks_per_node: int | None,
-) -> MeasureJob:  # fmt: skip
-    """Validate the options and return the job. Raises `BurstError` before a process starts."""
-    import torch
-
-    from burst_portable.backends.selection import choose_kernel
-    from burst_portable.cli.measure_worker import MeasureJob
-    from burst_portable.cli.run.job import check_processes, check_tensor_memory, cores
-    from burst_portable.config import from_environment
-    from burst_portable.measuring.measurement import ACCELERATOR, HOST, measured_call
-    from burst_portable.strategies.planner import LARGEST_HEAD, check_heads
-    from burst_portable.utils.values import check_divides
+def _check_sizes(
+    *, ranks: int | None, heads: int, kv_heads: int, head_dim: int, seq_len: int | None, ranks_per_node: int | None
+) -> None:
+    """Raise `InputError` for a size out of range."""
+    from burst_portable.strategies.planner import LARGEST_HEAD
 
     for name, number, largest in (
         ("--ranks", ranks, _MAX_COUNT), ("--heads", heads, _MAX_COUNT), ("--kv-heads", kv_heads, _MAX_COUNT),
@@ -105,6 +99,26 @@ def _job(
             raise InputError(f"{name} is too large", got=number, allowed=f"at most {largest}")
     if seq_len is not None and seq_len < _MIN_TOKENS:
         raise InputError("--seq-len is too short for two lengths", got=seq_len, allowed=f"at least {_MIN_TOKENS}")
+
+
+def _job(
+    launcher: LauncherEnv | None, *, ranks: int | None, backend: str, kernel: str, heads: int, kv_heads: int,
+    head_dim: int, dtype: str | None, seq_len: int | None, ranks_per_node: int | None,
+) -> MeasureJob:  # fmt: skip
+    """Validate the options and return the job. Raises `BurstError` before a process starts."""
+    import torch
+
+    from burst_portable.backends.selection import choose_kernel
+    from burst_portable.cli.measure_worker import MeasureJob
+    from burst_portable.cli.run.job import check_processes, check_tensor_memory, cores
+    from burst_portable.config import from_environment
+    from burst_portable.measuring.measurement import ACCELERATOR, HOST, measured_call
+    from burst_portable.strategies.planner import check_heads
+    from burst_portable.utils.values import check_divides
+
+    _check_sizes(
+        ranks=ranks, heads=heads, kv_heads=kv_heads, head_dim=head_dim, seq_len=seq_len, ranks_per_node=ranks_per_node
+    )
     if dtype is not None and dtype not in flags.DTYPES:
         raise unknown_name("dtype", dtype, flags.DTYPES)
     check_heads(heads, kv_heads)

@@ -42,11 +42,34 @@ _MAX_NAME = 38  # characters of a kernel's name
 def show(data: dict[str, Any], console: Console | None = None) -> None:
     """Print a report."""
     console = console or Console(highlight=False)
+    _show_summary(console, data)
+    _show_ranks(console, data)
+    _print(console, "  ", _totals(data))
+    if found := largest_contention(data):
+        rank, ratio = found["rank"], found["ratio"]
+        console.print(f"  kernels of rank {rank} take {ratio:.2f} x as long during communication")
+    if text := training_text(data):
+        _print(console, "  ", text)
+    _show_ablation(console, data)
+    _show_hardware(console, data)
+    if steps := sorted(step_rows(data), key=lambda r: -r["blocking"])[:_MAX_STEPS]:
+        console.print(_steps(steps))
+    if kernels := kernel_rows(data)[:_MAX_KERNELS]:
+        console.print(_kernels(kernels))
+    _show_sources(console, data)
+
+
+def _show_summary(console: Console, data: dict[str, Any]) -> None:
+    """Print the largest bottleneck, and what to do about it."""
     summary = data["summary"]
     color = "green" if summary["kind"] == "none" else "red"
     _print(console, f"{bottleneck_name(summary['kind']).upper()}  ", summary["text"], label_style=f"bold {color}")
     if summary["recommendation"]:
         _print(console, "  what to do  ", summary["recommendation"], label_style="bold")
+
+
+def _show_ranks(console: Console, data: dict[str, Any]) -> None:
+    """Print the partition of each rank, with bars if the terminal is wide enough."""
     columns = "rank", "span", "computing", "exposed", "copies", "blocking", "idle"
     ranks = rank_table(data, columns, _MAX_RANKS)
     if console.width < _MIN_WIDTH:
@@ -60,16 +83,18 @@ def show(data: dict[str, Any], console: Console | None = None) -> None:
         console.print(Text("  ").join(Text.assemble(*one) for one in [(), *legend]))
     if len(data["ranks"]) > _MAX_RANKS:
         console.print(f"  and {len(data['ranks']) - _MAX_RANKS} ranks more", style="dim")
-    _print(console, "  ", _totals(data))
-    if found := largest_contention(data):
-        rank, ratio = found["rank"], found["ratio"]
-        console.print(f"  kernels of rank {rank} take {ratio:.2f} x as long during communication")
-    if text := training_text(data):
-        _print(console, "  ", text)
+
+
+def _show_ablation(console: Console, data: dict[str, Any]) -> None:
+    """Print the steps without communication and without computing, if they were measured."""
     if ablated := data["ablation"]:
         console.print(_table(*ablation_table(data, _MAX_RANKS)))
         repeat = ablated[0]["repeat"]
         console.print(f"  shortest of {repeat} runs; hidden: the overlap of messages and kernels", style="dim")
+
+
+def _show_hardware(console: Console, data: dict[str, Any]) -> None:
+    """Print the efficiency of each rank, the rates with which it is compared, and the sensors of the devices."""
     if data["efficiency"]:
         console.print(_table(*efficiency_table(data, _MAX_RANKS, _roofline)))
         for line in hardware_text(data):
@@ -79,10 +104,10 @@ def show(data: dict[str, Any], console: Console | None = None) -> None:
     for one in data["sensors"][:_MAX_RANKS]:
         if text := sensor_text(one):
             console.print(f"  rank {one['rank']}: {text}", style="dim", markup=False)
-    if steps := sorted(step_rows(data), key=lambda r: -r["blocking"])[:_MAX_STEPS]:
-        console.print(_steps(steps))
-    if kernels := kernel_rows(data)[:_MAX_KERNELS]:
-        console.print(_kernels(kernels))
+
+
+def _show_sources(console: Console, data: dict[str, Any]) -> None:
+    """Print what computed and sent, and how the times are known."""
     if data["backend"]:
         used = f"kernels: {', '.join(data['kernels']) or 'none'}; transport: {data['transport']['used'] or 'none'}"
         console.print(f"  backend: {data['backend']}; {used}", style="dim", markup=False)
