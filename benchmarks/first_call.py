@@ -26,7 +26,7 @@ import torch
 import burst_portable
 from benchmarks.report import setting
 from benchmarks.script import accelerator, count, end
-from burst_portable.cli.run.job import cores
+from burst_portable.cli.machine_limits import cores
 from burst_portable.config import environment_of_children, triton_cache
 
 HEADS, KV_HEADS = 32, 8

@@ -13,7 +13,7 @@ An unexpected exception keeps its traceback.
 ===================================  ===========================================================================
 `app`                                the commands by name, and the application that typer makes of them.
 `flags`, `strategy_flags`            options that commands share; flags for the options of strategies.
-`backend_choice`                     the backend of a command.
+`backend_choice`, `machine_limits`   the backend of a command; cores and memory of this machine.
 `output`, `process`                  tables, JSON and files; signals and streams that fail.
 `run/`                               `run`: a job, its ranks, and the same job on one device.
 `plan`                               `plan`, with `plan_hardware`, `plan_facts` (JSON), `plan_view` and `drawing`.

@@ -151,7 +151,7 @@ def bench(
     if dtype is not None and dtype not in _DTYPES:
         raise unknown_name("dtype", dtype, _DTYPES)
     probability = checked_probability(dropout)
-    from burst_portable.cli.run.job import check_processes
+    from burst_portable.cli.machine_limits import check_processes
 
     launcher = read_launcher_env()
     is_first = launcher is None or launcher.rank == 0

@@ -10,8 +10,8 @@ import typer
 from rich.progress import track
 
 from burst_portable.cli.flags import DTYPES, RanksPerNode, integer_option, tokens_option
+from burst_portable.cli.machine_limits import cores
 from burst_portable.cli.output import JsonName, JsonOption, console, on_stderr, table
-from burst_portable.cli.run.job import cores
 from burst_portable.errors import BackendUnavailableError, InputError
 from burst_portable.utils.text import bytes_text
 

@@ -109,8 +109,8 @@ def _job(
     import torch
 
     from burst_portable.backends.selection import choose_kernel
+    from burst_portable.cli.machine_limits import check_processes, check_tensor_memory, cores
     from burst_portable.cli.measure_worker import MeasureJob
-    from burst_portable.cli.run.job import check_processes, check_tensor_memory, cores
     from burst_portable.config import from_environment
     from burst_portable.measuring.measurement import ACCELERATOR, HOST, measured_call
     from burst_portable.strategies.planner import check_heads

@@ -177,7 +177,7 @@ def _facts(
     """Run the ranks, then the reference. Return the JSON and the profile, if any; None on other ranks of a launcher."""
     import torch
 
-    from burst_portable.cli.run.job import cores
+    from burst_portable.cli.machine_limits import cores
     from burst_portable.cli.run.outcome import facts_of, gradient_error
     from burst_portable.cli.run.train import run_reference
     from burst_portable.cli.run.worker import device_of

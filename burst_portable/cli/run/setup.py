@@ -12,8 +12,9 @@ from torch.nn import Embedding
 
 from burst_portable.cli.backend_choice import choose_backend
 from burst_portable.cli.flags import DTYPES
+from burst_portable.cli.machine_limits import check_memory, check_processes, cores
 from burst_portable.cli.run.dropout import check_dropout_is_used, set_dropout
-from burst_portable.cli.run.job import Job, check_memory, check_numbers, check_processes, cores, hardware_of_run
+from burst_portable.cli.run.job import Job, check_numbers, hardware_of_run
 from burst_portable.cli.run.models import (
     checkpoint_of,
     config_of,
