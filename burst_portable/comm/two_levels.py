@@ -12,7 +12,8 @@ next message inside the node would wait for the network.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import compress
 from typing import Any
@@ -82,6 +83,7 @@ def with_two_levels(
     The new group has twice the timeout of a message, so that our error comes first. `options` returns further arguments
     of `new_group` for a timeout; used if the group has one backend.
     """
+    intra_node = transport(group)
 
     def connect() -> Transport:
         ranks = dist.get_process_group_ranks(group)
@@ -91,9 +93,37 @@ def with_two_levels(
         if ranks != sorted(ranks):  # only releases of torch with this option can make such groups
             arguments["sort_ranks"] = False
         try:
-            return transport(dist.new_group(ranks, **arguments))
+            with _equally_many_groups(intra_node):
+                return transport(dist.new_group(ranks, **arguments))
         except RuntimeError as error:
             what = f"rank {dist.get_rank(group)}, connecting nodes: meeting all ranks"
             raise named_error(error, what, group) from error
 
-    return TwoLevelTransport(transport(group), connect, ranks_per_node)
+    return TwoLevelTransport(intra_node, connect, ranks_per_node)
+
+
+@contextmanager
+def _equally_many_groups(transport: Transport) -> Iterator[None]:
+    """Add groups of this rank alone, until it has as many process groups as the rank of `transport` with most.
+
+    With `use_local_synchronization`, torch names a group by its ranks and the number of groups that this rank has. A
+    rank in fewer groups than others would wait for them under another name, until the timeout.
+    """
+    from torch.distributed import distributed_c10d  # absent from a torch without process groups
+
+    here = len(distributed_c10d._world.pg_names)
+    shared = transport.share(here.to_bytes(8, "little"), "counting process groups")
+    missing = max(int.from_bytes(one, "little") for one in shared) - here
+    added = [_group_of_this_rank() for _ in range(missing)]
+    try:
+        yield
+    finally:
+        for group in added:
+            dist.destroy_process_group(group)
+
+
+def _group_of_this_rank() -> dist.ProcessGroup:
+    """Return a new group of this rank alone. NCCL may split the default group, which all its ranks must do together."""
+    backend = "gloo" if dist.is_gloo_available() else None
+    group: dist.ProcessGroup = dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
+    return group

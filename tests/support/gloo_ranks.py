@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.export._trace
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import burst_portable as bp
@@ -105,6 +106,11 @@ def two_levels(ranks: int) -> dict[str, object]:
         # Ranks of a group may have another order than those of the processes.
         group = dist.new_group([3, 1, 2, 0], sort_ranks=False)
         found["turned"] = wrong(bp.Mesh.from_group(group, ranks_per_node=2, config=Config(timeout=60)), every[0])
+    dist.new_group(list(range(1, ranks)))  # torch names groups by their number: rank 0 has fewer
+    known = len(distributed_c10d._world.pg_names)
+    found["unequal"] = wrong(bp.Mesh.from_group(ranks_per_node=2, config=Config(timeout=20)), every[0])
+    made = len(distributed_c10d._world.pg_names) - known
+    found["groups"] = {} if made == 1 else {"groups that were made and not destroyed": made}
     return {"wrong": {case: what for case, what in found.items() if what}, **{k: sorted(v) for k, v in peers.items()}}
 
 
