@@ -301,7 +301,10 @@ class Mesh:
         except TypeError:
             return make()
         if found is not None:
-            self._calls.move_to_end(key)
+            try:
+                self._calls.move_to_end(key)
+            except KeyError:  # removed by another thread, which may share a mesh of one rank
+                self._calls[key] = found
             return found
         result = self._calls[key] = make()
         if len(self._calls) > _MAX_CALLS:

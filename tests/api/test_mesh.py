@@ -220,6 +220,32 @@ def test_mesh_drops_least_recently_used_call():
     assert mesh.cached(1, object) is not lost
 
 
+def test_mesh_returns_call_that_another_thread_removed():
+    mesh = bp.Mesh.single()
+
+    class Key:
+        """A key that later calls displace from the cache while it is used, as those of another thread may."""
+
+        uses = 0
+
+        def __hash__(self):
+            self.uses += 1
+            if self.uses == 4:  # two uses store it, and the third one finds it
+                for number in range(512):
+                    mesh.cached(number, object)
+            return hash("key")
+
+        def __eq__(self, other):
+            return self is other
+
+    key = Key()
+    made = mesh.cached(key, object)
+    mesh.cached("later", object)
+    assert mesh.cached(key, object) is made
+    assert key.uses > 4
+    assert mesh.cached(key, object) is made
+
+
 def test_mesh_of_one_rank_can_be_pickled():
     mesh = pickle.loads(pickle.dumps(bp.Mesh.single(config=Config(timeout=5.0), backend="cpu")))
     assert (mesh.size, mesh.config.timeout, mesh.backend) == (1, 5.0, "cpu")
