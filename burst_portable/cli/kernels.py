@@ -12,6 +12,7 @@ from rich.progress import track
 from burst_portable.cli.flags import DTYPES, RanksPerNode, integer_option, tokens_option
 from burst_portable.cli.machine_limits import cores
 from burst_portable.cli.output import JsonName, JsonOption, console, on_stderr, table
+from burst_portable.cli.strategy_flags import flag
 from burst_portable.errors import BackendUnavailableError, InputError
 from burst_portable.utils.text import bytes_text
 
@@ -81,6 +82,10 @@ def kernels(
             warm, target, head_dim, dtype, seq_len, ranks, ranks_per_node, strategy, mask, jobs, json_option,
             deterministic=deterministic,
         )  # fmt: skip
+    _check_no_model_options(
+        dtype=None if dtype == "bfloat16" else dtype, seq_len=seq_len, ranks=None if ranks == 1 else ranks,
+        ranks_per_node=ranks_per_node, strategy=strategy, mask=mask, deterministic=deterministic or None, jobs=jobs,
+    )  # fmt: skip
     for size in head_dim or ():
         if size % STEP:
             raise InputError(
@@ -105,6 +110,12 @@ def kernels(
     rows = [{**asdict(r), "problems": problems.get(i, [])} for i, r in enumerate(records)]
     json_option.write({"schema": SCHEMA, "triton": _triton_version(), "kernels": rows})
     return 1 if problems else 0
+
+
+def _check_no_model_options(**options: object) -> None:
+    """Raise `InputError` for options of --warm that were given without it: they would change nothing."""
+    if given := [flag(name) for name, value in options.items() if value]:
+        raise InputError(f"{given[0]} requires --warm", next_step="name the model with --warm, or leave it out")
 
 
 def _warm(

@@ -49,6 +49,16 @@ def test_kernels_rejects_unknown_chip():
         kernels(["sm_91"], [64], json_name="-")
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--seq-len", ["1k"]), ("--ranks", ["2"]), ("--dtype", ["float32"]), ("--deterministic", [])]
+)
+def test_kernels_rejects_options_of_warm(capsys, flag, value):
+    """They would change nothing, and the compilation of all kernels takes minutes."""
+    assert main(["kernels", flag, *value]) == 2
+    assert f"{flag} requires --warm; name the model with --warm, or leave it out" in capsys.readouterr().err
+
+
 def test_kernels_suggests_nearest_head_sizes(capsys):
     assert main(["kernels", "--head-dim", "64", "--head-dim", "63"]) == 2
     said = capsys.readouterr().err
