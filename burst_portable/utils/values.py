@@ -78,10 +78,10 @@ def size(name: str, value: object) -> int:
     number = as_int(value)
     if number is None and is_symbolic(value):
         raise symbolic_error(name, value)
+    if (number is not None and number >= _TOO_LARGE) or (type(value) is int and value > _LARGEST_INT):
+        raise InputError(f"{name} is not a size", got=shown(value), allowed="an int below 2**48")
     if number is None or number < 1:
         raise InputError(f"{name} is not a size", got=shown(value), allowed="an int of at least 1")
-    if number >= _TOO_LARGE:
-        raise InputError(f"{name} is not a size", got=shown(value), allowed="an int below 2**48")
     return number
 
 
@@ -96,13 +96,17 @@ def symbolic_error(name: str, value: object) -> UnsupportedError:
     return UnsupportedError(what, got=f"{name}={value}", next_step=next_step)
 
 
+_MOST_LISTED = 1 << 14  # ranks whose divisors are listed in an error
+
+
 def check_divides(ranks_per_node: int, ranks: int) -> None:
     """Raise `InputError` unless all nodes have the same number of ranks."""
     if ranks % ranks_per_node:
         raise InputError(
             "ranks_per_node does not divide the number of ranks",
             got=f"ranks_per_node={ranks_per_node}, {ranks} ranks",
-            allowed=", ".join(map(str, divisors(ranks))),
+            # Finding the divisors of a mistyped number may take days.
+            allowed=", ".join(map(str, divisors(ranks))) if ranks <= _MOST_LISTED else "one of its divisors",
         )
 
 

@@ -434,3 +434,16 @@ def test_plan_rejects_bandwidths_without_finite_time(capsys, flag, speed):
 def test_plan_rejects_counts_out_of_range(capsys, flag, given):
     assert main(["plan", *TINY, flag, given]) == 2
     assert f"{flag} is out of range; got {given}; allowed: an int from 1 to 1,000,000" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--heads", "9" * 30], "heads is not a size; got " + "9" * 30 + "; allowed: an int below 2**48"),
+        (["--ranks", "9" * 30, "--ranks-per-node", "2"], "ranks; allowed: one of its divisors"),  # not listed for days
+    ],
+)
+def test_plan_rejects_numbers_beyond_64_bits(capsys, flags, told):
+    assert main(["plan", *TINY, *flags]) == 2
+    assert told in capsys.readouterr().err
