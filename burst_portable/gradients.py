@@ -33,7 +33,8 @@ def all_reduce(x: Tensor, mesh: MeshLike = None) -> Tensor:
     """Return the sum of the ranks' tensors on every rank, by a reduce-scatter and an all-gather.
 
     Args:
-        x: Tensor of equal shape and dtype on all ranks. 16-bit floats are added in float32, integers in int64.
+        x: Tensor of equal shape and dtype on all ranks. 16-bit floats are added in float32, integers in int64. An
+            integer sum beyond the range of its dtype wraps, as in torch; that of bools is True if one of them is.
         mesh: The ranks, as in `attention`.
 
     Returns:
@@ -330,7 +331,8 @@ def _watch_smallest(summed: list[Tensor], mesh: Mesh) -> None:
     for hook in mesh.gradient_records.hooks:
         hook.remove()
     mesh.gradient_records.hooks.clear()
-    watchable = [p for p in summed if isinstance(p, Parameter) and not isinstance(p, DTensor)]
+    # All values of an empty one are always zero, as if the caller had zeroed the sums.
+    watchable = [p for p in summed if isinstance(p, Parameter) and not isinstance(p, DTensor) and p.numel()]
     if mesh.size > 1 and watchable:
         mesh.gradient_records.hooks.extend(watch_additions(min(watchable, key=Tensor.numel), mesh))
 

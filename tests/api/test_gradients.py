@@ -438,6 +438,29 @@ def test_sum_after_each_micro_batch_of_own_model_raises(zeroed: str):
     assert (min(bp.run_threads(2, work)) > 0.01) == (zeroed == "never")
 
 
+def test_sum_after_each_micro_batch_beside_empty_one_raises():
+    """The smallest parameter is watched. The values of an empty one would count as zeroed."""
+    batches = torch.randn(2, 12, 5, dtype=torch.float64)
+
+    def work(mesh: bp.Mesh) -> float:
+        weight, empty = (torch.nn.Parameter(torch.ones(size, dtype=torch.float64)) for size in (5, 0))
+        for number, batch in enumerate(batches):
+            ((bp.shard(batch, mesh, dim=0) * weight).sum() + empty.sum()).backward()
+            if is_planted:
+                mesh.gradient_records.added.clear()
+            elif number:
+                with pytest.raises(InputError, match="added to gradients that are sums"):
+                    bp.all_reduce_gradients([weight, empty], mesh)
+                return 0.0
+            bp.all_reduce_gradients([weight, empty], mesh)
+        return float((weight.grad - batches.sum((0, 1))).norm())
+
+    is_planted = False
+    assert max(bp.run_threads(2, work)) < 1e-12
+    is_planted = True
+    assert min(bp.run_threads(2, work)) > 0.01
+
+
 def test_parameter_may_be_summed_in_its_hook():
     """A sum replaces hooks, also while torch calls those of the parameter."""
 
