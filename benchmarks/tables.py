@@ -377,6 +377,27 @@ def host() -> list[str]:
     return lines
 
 
+ENERGY_FILE = "energy-h200-2026-11-30"
+ENERGY_PROVIDERS = ("hopper-whole", "flash-attn-4", "cudnn")
+
+
+def energy() -> list[str]:
+    """Compare kernels, and two calls of torch, by speed, clock and energy."""
+    labels = ("mask and size", "pass", "ours", "flash-attn-4", "cuDNN")
+    lines, results = [f"| {' | '.join(labels)} |", "| --- " * len(labels) + "|"], load(ENERGY_FILE)
+    for row, which in dict.fromkeys((one["row"], one["which"]) for one in results if one["provider"] != "torch"):
+        here = {one["provider"]: one for one in results if (one["row"], one["which"]) == (row, which)}
+        cells = [energy_of(here[name]) if name in here else "-" for name in ENERGY_PROVIDERS]
+        lines.append(f"| {KERNEL_ROWS[row]} | {which} | {' | '.join(cells)} |")
+    return lines
+
+
+def energy_of(one: Result) -> str:
+    """Return TFLOP/s, MHz and pJ per FLOP of one pass."""
+    seconds, joules, megahertz = (statistics.median(one[name]) for name in ("seconds", "joules", "megahertz"))
+    return f"{int(one['work'] / seconds / 1e12)}, {megahertz:.0f}, {joules / one['work'] * 1e12:.2f}"
+
+
 KINDS = {
     "full": "full",
     "causal": "causal",
@@ -415,6 +436,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "few-heads": few_heads,
     "documents": documents,
     "host": host,
+    "energy": energy,
 }
 
 
