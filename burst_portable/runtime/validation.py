@@ -36,6 +36,8 @@ _HEADS_FIRST = "if they are [batch, heads, rows, head size], as torch's attentio
 _OTHER_ROWS = "a KV cache and cross attention are not supported; partial_attention() takes k and v of other rows"
 _MOST_HEADS = 1 << 31
 _MOST_SEEDS = 1 << 62
+_WITHOUT_MEMORY = ("AsyncCollectiveTensor", "FakeTensor", "FunctionalTensor")
+"""Subclasses of torch whose operators replace torch's: results that may not have arrived, and tensors while tracing."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -113,7 +115,14 @@ def check_gradient(dout: object) -> None:
     """Raise `UnsupportedError` for the gradient of a result if it is a batch of gradients or has a tangent.
 
     Under is_grads_batched, messages would have no memory. Tangents of received gradients would silently be missing.
+    Neither has a subclass the numbers that would be sent: see `check_tensor`.
     """
+    if isinstance(dout, Tensor) and _replaces_operators(dout):
+        raise UnsupportedError(
+            "the gradient of attention's result is a tensor that replaces torch's operators",
+            got=type(dout).__name__,
+            next_step="pass on a plain tensor in the backward pass",
+        )
     if isinstance(dout, Tensor) and torch._C._functorch.is_legacy_batchedtensor(dout):
         raise UnsupportedError(
             "attention has no batched gradients",
@@ -152,8 +161,20 @@ def check_tensor(name: str, x: object) -> None:
         next_step = "pass a dense one; sequences of different lengths go into one row, with Mask.documents"
         got = f"{type(x).__name__}, {x.layout}"
         raise InputError(f"{name} is not a dense tensor", got=got, next_step=next_step)
+    if _replaces_operators(x):
+        raise InputError(
+            f"{name} is a tensor that replaces torch's operators, so its memory cannot be sent",
+            got=type(x).__name__,
+            next_step="pass the plain tensor that it holds",
+        )
     if x.is_quantized:  # its bytes cannot be viewed and sent: torch ends the process
         raise InputError(f"{name} is quantized", got=x.dtype, next_step=f"pass {name}.dequantize()")
+
+
+def _replaces_operators(x: Tensor) -> bool:
+    """Return whether a subclass may hold its numbers elsewhere, as torch.masked and quantizing packages do."""
+    kind = type(x)
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and kind.__name__ not in _WITHOUT_MEMORY
 
 
 def checked_device(device: Any) -> torch.device | None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 
 import pytest
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import burst_portable as bp
 from burst_portable.backends.cpu.attention import CpuFlashKernel
 from burst_portable.conformance.cases import AXES, STRATEGIES, Case, covering
 from burst_portable.conformance.oracle import find_violations, relative_error
-from burst_portable.errors import UnsupportedError
+from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.kernels.base import WrappedKernel
 from burst_portable.planning.tiles import Tile
 from tests.support import attention_product
@@ -332,6 +334,72 @@ def test_async_collective_inputs_are_waited_for(strategy, ranks):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     assert addresses
     assert 0 not in addresses
+
+
+class Pair(torch.Tensor):
+    """Two tensors, x and 2x, as one. Every operator runs on both. It has no memory itself."""
+
+    @staticmethod
+    def __new__(cls, first, second=None):
+        return cls._make_wrapper_subclass(cls, first.shape, strides=first.stride(), dtype=first.dtype)
+
+    def __init__(self, first, second=None):
+        self.first, self.second = first, 2 * first if second is None else second
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        given = args, kwargs or {}
+        one, two = (tree_map_only(cls, attrgetter(name), given) for name in ("first", "second"))
+        first, second = function(*one[0], **one[1]), function(*two[0], **two[1])
+        return tree_map(lambda a, b: cls(a, b) if isinstance(a, torch.Tensor) else a, first, second)
+
+
+class FunctionalTensor(Pair):
+    """A `Pair` that is accepted, since torch has a class of this name, to show what would happen."""
+
+
+class WithGradient(torch.autograd.Function):
+    """Return the input, with a gradient of another kind."""
+
+    @staticmethod
+    def forward(ctx, x, kind):
+        ctx.kind = kind
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.kind(gradient), None
+
+
+@pytest.mark.parametrize("strategy", ["ring", "burst", "ulysses", "all_gather"])
+def test_tensors_that_replace_operators_raise(strategy):
+    """Ranks would send and receive other memory, and return wrong numbers. The next call is correct."""
+    case = Case(ranks=2, strategy=strategy)
+    x = make_inputs(case)
+    exact, plain = expected(case, x)
+
+    def attend(mesh, kind):
+        shards = [kind(bp.shard(t, mesh)) for t in (x.q, x.k, x.v)]
+        out = bp.attention(*shards, mask=case.make_mask(), mesh=mesh, strategy=strategy, seq_len=case.length)
+        return relative_error(out.first if isinstance(out, Pair) else out, bp.shard(exact.out, mesh))
+
+    def accepted(mesh, kind):
+        """Return what is wrong with a call whose gradient is of this kind."""
+        answer = on_one_rank(mesh, case, x, use=lambda out: WithGradient.apply(out, kind))
+        return find_violations(answer, exact, plain, case.dtype)
+
+    def rejected(mesh):
+        with pytest.raises(InputError, match=r"q is a tensor that replaces torch's operators.* got Pair"):
+            attend(mesh, Pair)
+        with pytest.raises(InputError, match="x is a tensor that replaces"):
+            bp.unshard(Pair(torch.ones(1, 4)), mesh, seq_len=8)
+        with pytest.raises(UnsupportedError, match=r"gradient of attention's result .* got Pair"):
+            accepted(mesh, Pair)
+        return accepted(mesh, torch.clone)
+
+    assert bp.run_threads(2, rejected) == [{}, {}]
+    assert not min(bp.run_threads(2, lambda mesh: attend(mesh, FunctionalTensor))) < 0.1
+    assert all(bp.run_threads(2, lambda mesh: accepted(mesh, FunctionalTensor)))
 
 
 def test_partial_attention_waits_for_async_collectives(monkeypatch):
