@@ -58,6 +58,34 @@ class ScoreRowKernel(ReferenceKernel):
         return sums.transpose(1, 2)
 
 
+def visible_part(tiles: Tiles) -> tuple[slice, slice]:
+    """Return the rows and the columns of a block around all tiles. All other weights are 0."""
+    q_start, q_stop, k_start, k_stop = tiles.box
+    return slice(q_start, q_stop), slice(k_start, k_stop)
+
+
+def without_hidden(x: Tensor, tiles: Tiles, dim: int, *, is_columns: bool) -> Tensor:
+    """Return the rows or columns of `visible_part`, with zeros for those in no tile, such as padding.
+
+    Products of their weights, which are 0, with an infinity or NaN would be NaN.
+
+    Args:
+        x: Tensor with the rows or columns of a block in dimension `dim`.
+        tiles: Tiles of the block.
+        dim: That dimension.
+        is_columns: Whether it has the columns.
+    """
+    ranges = tiles.ranges(is_columns=is_columns, least_gap=1)
+    first, past = ranges[0][0], ranges[-1][1]
+    part = x.narrow(dim, first, past - first)
+    if len(ranges) == 1:
+        return part
+    found = torch.zeros_like(part)
+    for start, stop in ranges:
+        found.narrow(dim, start - first, stop - start).copy_(x.narrow(dim, start, stop - start))
+    return found
+
+
 def _heads(x: Tensor) -> Tensor:
     """Return ``[B, S, H, D]`` as ``[B, H, S, D]`` in the accumulation dtype."""
     return x.to(accumulation_dtype(x.dtype)).transpose(1, 2)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from burst_portable import numerics
 from burst_portable.kernels.base import as_kernels_take
-from burst_portable.kernels.score_kernel import ScoreRowKernel
+from burst_portable.kernels.score_kernel import ScoreRowKernel, visible_part, without_hidden
 from burst_portable.numerics import accumulation_dtype, anchored, as_dtype
 from burst_portable.planning.tiles import Tiles
 from burst_portable.runtime.block_gradients import BlockGradients
@@ -45,7 +45,10 @@ class ScoreRowExecutor(Executor):
             weights[..., columns] = kernel.scores(q, block, tiles, call)
 
         def with_values(block: Tensor, columns: slice, tiles: Tiles) -> None:
-            out.add_(kernel.weighted(kernel.dropped(weights[..., columns], tiles, call), block))
+            part, values = visible_part(tiles), without_hidden(block, tiles, 1, is_columns=True)
+            out[:, :, part[0]] += kernel.weighted(
+                kernel.dropped(weights[..., columns], tiles, call)[..., *part], values
+            )
 
         _circulate(prepared, _K, k, q, with_keys)
         lse = torch.logsumexp(weights, -1)
@@ -70,12 +73,20 @@ class ScoreRowExecutor(Executor):
         dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
 
         def with_values(block: Tensor, columns: slice, tiles: Tiles, dv_sum: Tensor) -> None:
-            scores[..., columns] = kernel.dropped(kernel.product(douts, block), tiles, call)
-            dv_sum += kernel.summed(kernel.dropped(weights[..., columns], tiles, call), douts, v.shape[2])
+            part, values = visible_part(tiles), without_hidden(block, tiles, 1, is_columns=True)
+            rows, gradients = without_hidden(douts, tiles, 2, is_columns=False), scores[..., columns]
+            gradients[..., *part] = kernel.product(rows, values)
+            if call.dropout is not None:
+                gradients.copy_(kernel.dropped(gradients, tiles, call))
+            dropped = kernel.dropped(weights[..., columns], tiles, call)[..., *part]
+            dv_sum[:, part[1]] += kernel.summed(dropped, rows, v.shape[2])
 
         def with_keys(block: Tensor, columns: slice, tiles: Tiles, dk_sum: Tensor) -> None:
-            dq.add_(kernel.weighted(scores[..., columns], block))
-            dk_sum += kernel.summed(scores[..., columns], queries, k.shape[2])
+            part, keys = visible_part(tiles), without_hidden(block, tiles, 1, is_columns=True)
+            gradients = scores[..., columns][..., *part]
+            dq[:, :, part[0]] += kernel.weighted(gradients, keys)
+            rows = without_hidden(queries, tiles, 2, is_columns=False)
+            dk_sum[:, part[1]] += kernel.summed(gradients, rows, k.shape[2])
 
         _circulate_back(prepared, _V, v, dv, q, with_values)
         scores.sub_(delta.unsqueeze(-1)).mul_(weights).mul_(call.scale)

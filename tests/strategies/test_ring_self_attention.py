@@ -10,6 +10,7 @@ import torch
 
 import burst_portable as bp
 from burst_portable.conformance.cases import MASKS, Case
+from burst_portable.conformance.oracle import find_violations
 from burst_portable.errors import UnsupportedError
 from burst_portable.planning.cost import plan_cost
 from burst_portable.planning.hardware import HardwareSpec
@@ -18,7 +19,7 @@ from burst_portable.planning.plans import PASSES
 from burst_portable.planning.verify import verify
 from burst_portable.profiling.ablation import ablate
 from burst_portable.strategies.ring_self_attention import RingSelfAttentionStrategy
-from tests.support.attention_cases import check_on_threads, sent_and_planned
+from tests.support.attention_cases import check_on_threads, expected, make_inputs, on_one_rank, sent_and_planned
 from tests.support.live_memory import HEADS, LENGTH, measured
 from tests.support.plans import make_plan
 
@@ -38,6 +39,22 @@ CASES = [
 def test_ring_self_attention_matches_oracle(case, peers):
     """Windows and documents interrupt the rings, so an owner receives gradients from several ranks at once."""
     check_on_threads(case, peers=peers)
+
+
+@pytest.mark.parametrize("padding", [torch.nan, torch.inf])
+@pytest.mark.parametrize("strategy", ["ring_self_attention", "ring"])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_values_of_tokens_without_pairs_change_nothing(strategy, padding, sinks):
+    """Padding may be fresh memory. A weight of 0 times an infinity or NaN is NaN."""
+    case = replace(CASE, strategy=strategy, ranks=3, mask="fully_masked_rows", layout="striped", sinks=sinks)
+    clean = make_inputs(case)
+    q, k, v = (x.clone() for x in (clean.q, clean.k, clean.v))
+    (region,) = case.make_mask().regions
+    for x in (q, k, v):
+        x[:, region.q_stop :] = padding
+    answers = bp.run_threads(case.ranks, lambda mesh: on_one_rank(mesh, case, replace(clean, q=q, k=k, v=v)))
+    for answer in answers:
+        assert not find_violations(answer, *expected(case, clean), case.dtype)
 
 
 @pytest.mark.full
