@@ -9,6 +9,8 @@ which stays off. It would remove our masks and divide counts of tokens by its nu
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -70,6 +72,7 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
     ) -> None:
         self.sequence_size, self._replicas = cp_size, dp_replicate_size
         self.has_model = self.gathers_rows = False
+        self._counts_every_rank = False
         self._mesh: Mesh | None = None  # one for all models, which then share its connections
         self._sequences: dist.ProcessGroup | None = None  # the ranks with the same part of different sequences
         self._accelerator: Any = None  # a weak reference
@@ -104,7 +107,16 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
 
     @property
     def non_data_parallel_size(self) -> int:
-        return self.sequence_size or 1
+        return 1 if self._counts_every_rank else self.sequence_size or 1
+
+    @contextmanager
+    def counting_every_rank(self) -> Iterator[None]:
+        """Report no ranks that share a sequence, so that code of transformers divides no count by their number."""
+        self._counts_every_rank = True
+        try:
+            yield
+        finally:
+            self._counts_every_rank = False
 
     @property
     def non_dp_dim_names(self) -> list[str]:

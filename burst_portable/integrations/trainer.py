@@ -118,6 +118,15 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
         """Number of ranks that share a sequence."""
         return int(self.accelerator.parallelism_config.non_data_parallel_size)
 
+    def _get_num_items_in_batch(self, *arguments: Any, **named: Any) -> Any:
+        """Return the count of labels of all processes or, without `average_tokens_across_devices`, of this one.
+
+        Transformers before 5.19 divides it by the number of ranks that share a sequence, and rounds down. Newer
+        versions do not. `compute_loss` divides it exactly.
+        """
+        with self.accelerator.parallelism_config.counting_every_rank():
+            return super()._get_num_items_in_batch(*arguments, **named)
+
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:

@@ -24,7 +24,15 @@ from burst_portable.integrations.trainer import SequenceTrainer
 from burst_portable.integrations.transformers import parallelize
 from burst_portable.integrations.transformers.batches.packed_rows import documents_of
 from tests.support.models import make
-from tests.support.trainer_cases import forget_accelerator, model_of, pad, predicted_labels, rows
+from tests.support.trainer_cases import (
+    OlderSequenceTrainer,
+    OlderTrainer,
+    forget_accelerator,
+    model_of,
+    pad,
+    predicted_labels,
+    rows,
+)
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_with_trainer.py"
 EXAMPLES = [{"input_ids": list(range(n)), "labels": list(range(n))} for n in (9, 4, 12)]
@@ -372,6 +380,20 @@ def test_prepared_scheduler_warns(case: str, recwarn: pytest.WarningsRecorder):
         assert "got 2 steps per optimizer step, and 1 data-parallel ranks; allowed: a schedule with 2 times" in found[0]
     else:
         assert not found
+
+
+@pytest.mark.parametrize("trainer_class", [SequenceTrainer, OlderSequenceTrainer])
+def test_labels_are_counted_exactly_in_each_version(trainer_class: type[Trainer], tmp_path: Path):
+    """Before 5.19, Trainer divides the count by the ranks of a sequence, which `compute_loss` would do again."""
+    trainer = trainer_class(make("llama"), arguments(tmp_path, SequenceParallelism()))
+    trainer.accelerator.parallelism_config.sequence_size = 2
+    batches, device = [pad(rows(1)), pad(rows(2))], torch.device("cpu")
+    labels = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    assert labels % 2 == 1
+    assert trainer._get_num_items_in_batch(batches, device) == labels
+    assert trainer.accelerator.parallelism_config.non_data_parallel_size == 2
+    if trainer_class is OlderSequenceTrainer:  # without the method of SequenceTrainer
+        assert OlderTrainer._get_num_items_in_batch(trainer, batches, device) == labels // 2
 
 
 def test_trainer_on_one_process_equals_plain_trainer():

@@ -49,6 +49,15 @@ FULL: dict[str, dict[str, Any]] = {
     "average of ranks": {"cp_size": 4, "average_tokens_across_devices": False, **STEADY},
     "rows without labels": {"ranks": 2, "cp_size": 2, "unlabelled": True},
     "labels at borders": {"ranks": 2, "cp_size": 2, "packed": True, **STEADY},
+    "older": {"ranks": 2, "cp_size": 2, "older": True},
+    "older, two sequences": {"cp_size": 2, "older": True},
+    "older, average of ranks": {
+        "ranks": 2,
+        "cp_size": 2,
+        "older": True,
+        "average_tokens_across_devices": False,
+        **STEADY,
+    },
 }
 """Options of `results`, by case."""
 
@@ -109,6 +118,19 @@ def forget_accelerator() -> None:
     GradientState._reset_state()
 
 
+class OlderTrainer(Trainer):
+    """Trainer that counts labels as transformers before 5.19: divided by the ranks of a sequence, and rounded down."""
+
+    def _get_num_items_in_batch(self, *arguments: Any, **named: Any) -> Any:
+        count = super()._get_num_items_in_batch(*arguments, **named)
+        config = self.accelerator.parallelism_config
+        return count if count is None or config is None else count // config.non_data_parallel_size
+
+
+class OlderSequenceTrainer(SequenceTrainer, OlderTrainer):
+    """SequenceTrainer with an older version of Trainer."""
+
+
 def make_trainer(
     folder: Path,
     parallelism: SequenceParallelism | None,
@@ -119,6 +141,7 @@ def make_trainer(
     streamed: bool = False,
     packed: bool = False,
     unlabelled: bool = False,
+    older: bool = False,
     **settings: Any,
 ) -> Any:
     """Return a trainer of three steps of two batches. Without `parallelism`: Transformers' own."""
@@ -146,7 +169,8 @@ def make_trainer(
         "train_dataset": Stream() if streamed else without_labels(rows(12)) if unlabelled else rows(12),
         "eval_dataset": rows(held_out),
     }
-    trainer_class = Trainer if parallelism is None else SequenceTrainer
+    sharing: type[Trainer] = OlderSequenceTrainer if older else SequenceTrainer
+    trainer_class = Trainer if parallelism is None else sharing
     return trainer_class(model=model, args=args, compute_metrics=predicted_labels, **data)
 
 
