@@ -18,14 +18,15 @@ from burst_portable.conformance.report import EVIDENCE_LEVELS, Report, Result, c
 from burst_portable.conformance.suite import Progress as OnProgress
 
 _INTERVAL = 30.0  # seconds between lines about the progress of one group, in a log
-_MAX_FAILURES = 12  # printed; files contain all
+_MAX_FAILURES = 12  # printed during a run, and after it; files contain all
 
 
 @contextmanager
 def progress() -> Iterator[OnProgress]:
     """Yield a callback that prints progress to stderr: a bar on a terminal, or in a log a line per group.
 
-    If the command is interrupted, for example because a kernel hangs, it prints the test and the failures so far.
+    The first failures are printed at once, because no report follows if the command is interrupted, for example because
+    a kernel hangs. It then prints the test, and the number of failures so far.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     current, summary, failed = "", "", 0
@@ -35,7 +36,10 @@ def progress() -> Iterator[OnProgress]:
         def on_progress(done: int, total: int, test: TestCase, result: Result | None) -> None:
             nonlocal current, summary, failed
             current = test.text
-            failed += result is not None and not result.ok
+            if result is not None and not result.ok:
+                failed += 1
+                if failed <= _MAX_FAILURES:
+                    bar.console.print(f"failed {test.text}: {result.message}", markup=False, soft_wrap=True)
             if done:
                 summary = f", after {done} of {total} checks, of which {failed or 'none'} failed"
             description = f"{test.check}, {failed} failed" if failed else test.check

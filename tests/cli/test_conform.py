@@ -68,5 +68,6 @@ def test_conform_returns_1_on_failure(monkeypatch, capsys):
     assert main(["conform", "--backend", "planted", "--case", "kernels:reference:ranks=1"]) == 1
     printed, told = capsys.readouterr()
     assert "does not conform" in printed
-    assert re.fullmatch(r"kernels: 1 check in \d+\.\d s, 1 failed\n", told)
+    failure = "failed kernels:reference:ranks=1: error of .*; allowed: .*"
+    assert re.fullmatch(failure + r"\nkernels: 1 check in \d+\.\d s, 1 failed\n", told)
     assert "repeat:   burst-portable conform --backend planted --case kernels:reference:" in printed

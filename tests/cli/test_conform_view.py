@@ -20,8 +20,9 @@ def test_progress_reports_long_group(monkeypatch, capsys):
         told(0, 4, make_test("one"), None)
         for done, ok in enumerate((True, False, True, True), 1):
             now[0] += 20
-            told(done, 4, make_test("one"), Result("kernels", "one", ok))
+            told(done, 4, make_test("one"), Result("kernels", "one", ok, message="" if ok else "dq has an error of 2"))
     assert capsys.readouterr().err.splitlines() == [
+        "failed kernels:one: dq has an error of 2",
         "kernels: 2 of 4 checks are done, 1 of kernels failed",
         "kernels: 4 checks in 80.0 s, 1 failed",
     ]
@@ -33,6 +34,19 @@ def test_interrupted_conform_lists_findings(done, found, capsys):
         _interrupted(done)
     name = "two" if done else "one"
     assert capsys.readouterr().err == f"interrupted while testing kernels:{name}{found}\n"
+
+
+def test_first_failures_are_printed_before_an_interruption(capsys):
+    with pytest.raises(KeyboardInterrupt), conform_view.progress() as told:
+        for done in range(1, 21):
+            told(done, 30, make_test(f"test {done}"), Result("kernels", f"test {done}", done % 2 == 0, message="wrong"))
+        for done in range(21, 27):
+            told(done, 30, make_test(f"test {done}"), Result("kernels", f"test {done}", False, message="wrong"))
+        raise KeyboardInterrupt
+    *failures, last = capsys.readouterr().err.splitlines()
+    numbers = (*range(1, 21, 2), 21, 22)  # the first 12
+    assert failures == [f"failed kernels:test {number}: wrong" for number in numbers]
+    assert last == "interrupted while testing kernels:test 26, after 26 of 30 checks, of which 16 failed"
 
 
 def _interrupted(done):
