@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from burst_portable.errors import InputError, UnsupportedError
+from burst_portable.integrations.transformers.models.recurrent_layers import CACHES
 
 
 def check_arguments(kwargs: dict[str, Any]) -> None:
@@ -35,12 +36,12 @@ def check_arguments(kwargs: dict[str, Any]) -> None:
 
 def check_cache(kwargs: dict[str, Any]) -> None:
     """Raise `UnsupportedError` if a call passes or requests a KV cache, as `generate` does."""
-    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+    if any(kwargs.get(name) is not None for name in CACHES) or kwargs.get("use_cache"):
         raise UnsupportedError(
             "a sharded model has no KV cache, so it cannot generate",
             next_step="call generate(), also with use_cache=False, within sharded.paused() (trainer.sharded of "
             "SequenceTrainer, trainer.strategy.sharded[0] of Lightning), or use a copy of the model that is not "
-            "sharded; in other calls, leave out use_cache and past_key_values",
+            "sharded; in other calls, leave out use_cache and the cache",
         )
 
 

@@ -30,6 +30,7 @@ from burst_portable.integrations.transformers.layers.selective_scans import Sele
 from burst_portable.integrations.transformers.models.recurrent_layers import (
     PASSES_MASK_ONLY,
     Sizes,
+    cache_argument,
     product,
     recurrent_layers,
     sizes_of,
@@ -45,8 +46,6 @@ LABEL = "recurrent states"
 """Name of the messages in errors."""
 
 
-_CACHES = ("cache_params", "past_key_values")
-"""Names of the argument for a cache."""
 _MASK = "attention_mask"
 """Name of the argument for a mask."""
 
@@ -146,9 +145,9 @@ class StateExchange:
     def hooks(self, model: nn.Module) -> Iterator[Any]:
         """Install hooks on the recurrent layers, and yield their handles."""
         for layer in recurrent_layers(model):
-            sizes, scan = sizes_of(layer), selective_scan_of(layer)
-            yield layer.register_forward_pre_hook(partial(self._enter, sizes, scan), with_kwargs=True)
-            yield layer.register_forward_hook(partial(self._leave, sizes), with_kwargs=True)
+            sizes, scan, cache = sizes_of(layer), selective_scan_of(layer), cache_argument(layer)
+            yield layer.register_forward_pre_hook(partial(self._enter, sizes, scan, cache), with_kwargs=True)
+            yield layer.register_forward_hook(partial(self._leave, sizes, cache), with_kwargs=True)
             if scan is not None:
                 yield from scan.hooks()
         for layer in model.modules():
@@ -161,6 +160,7 @@ class StateExchange:
         self,
         sizes: Sizes,
         scan: SelectiveScan | None,
+        cache: str,
         layer: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -189,16 +189,17 @@ class StateExchange:
             hidden, received = _Receive.apply(hidden, anchor, self, batch * sizes.total, dtype)  # type: ignore[no-untyped-call]  # of torch
             kwargs["hidden_states"] = hidden
             states.unpack(received, batch)
-        cache = next(name for name in _CACHES if name in names)
         if documents is not None:
             states, kwargs["hidden_states"] = _compute_earlier(layer, kwargs, cache, states, documents)
         kwargs[cache] = states
         return (), kwargs
 
     @never_compiled("transports and hooks are not graphs")
-    def _leave(self, sizes: Sizes, layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor:
+    def _leave(
+        self, sizes: Sizes, cache: str, layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor
+    ) -> Tensor:
         """Send the states after this rank's tokens to the next rank (hook)."""
-        states = next((kwargs[name] for name in _CACHES if name in kwargs), None)
+        states = kwargs.get(cache)
         if isinstance(states, LocalStates) and states.earlier:
             output = torch.cat([*states.earlier, output], dim=1)
         if self._mesh.rank == self._mesh.size - 1:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from torch import Size, nn
 from transformers import Cache
 
+from burst_portable.integrations.transformers.models.signatures import parameters_of
+
 
 class Sizes(NamedTuple):
     """Shapes of the states of one row of a batch.
@@ -81,11 +83,21 @@ RECURRENT_TYPES = {"linear_attention", "conv", "hybrid", "moe", "mlp"}
 """Types of layers in configs of models with such layers, next to those of attention."""
 
 
+CACHES = ("cache_params", "past_key_values", "cache")
+"""Names of the argument for a cache. Transformers 5.24 has renamed both of the others to the last one."""
+
+
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
     """Return the supported recurrent layers of a model. Older releases of Transformers have none."""
     if not hasattr(Cache, "get_recurrent_state"):
         return []
-    return [module for module in model.modules() if type(module).__name__ in _SIZES]
+    known = (module for module in model.modules() if type(module).__name__ in _SIZES)
+    return [layer for layer in known if not set(CACHES).isdisjoint(parameters_of(layer))]
+
+
+def cache_argument(layer: nn.Module) -> str:
+    """Return the name of the argument for a cache of a supported layer."""
+    return next(name for name in CACHES if name in parameters_of(layer))
 
 
 def sizes_of(layer: nn.Module) -> Sizes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -140,7 +141,8 @@ def packed_row(name: str, model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     positions = torch.arange(length).repeat(rows).unsqueeze(0)
     if hasattr(model.model, "compute_3d_position_ids"):
         given = {"input_ids", "image_grid_thw", "mm_token_type_ids"}.intersection(inputs)
-        missing = dict.fromkeys(("video_grid_thw", "attention_mask", "past_key_values"))
+        names = {"video_grid_thw", "attention_mask", "past_key_values", "cache"}  # of 5.23 and earlier, of 5.24
+        missing = dict.fromkeys(names.intersection(signature(model.model.compute_3d_position_ids).parameters))
         options = {key: inputs[key] for key in given} | missing | {"inputs_embeds": torch.zeros(rows, length, 1)}
         planes = model.model.compute_3d_position_ids(**options)
         positions = torch.cat([positions.unsqueeze(0), planes.reshape(3, 1, -1)])

@@ -13,6 +13,7 @@ from burst_portable import Mesh, run_threads
 from burst_portable.errors import MismatchError, UnsupportedError
 from burst_portable.integrations.transformers import all_reduce, all_reduce_gradients, parallelize
 from burst_portable.integrations.transformers.layers.recurrent_states import LABEL
+from burst_portable.integrations.transformers.models.recurrent_layers import cache_argument, recurrent_layers
 from tests.support.models import (
     EXPERTS,
     SIZES,
@@ -101,6 +102,39 @@ def test_recurrent_model_equals_one_device(kind):
         expected = on_one_device(model, ids)
         for answer in on_ranks(ranks, model, ids):
             assert_near(answer, expected)
+
+
+def _name_cache(layer, name):
+    """Give the forward of a layer another name for its cache."""
+    kind = type(layer)
+    old = cache_argument(layer)
+
+    def of_cache(self, hidden_states, cache=None, attention_mask=None, **others):
+        return kind.forward(self, hidden_states, attention_mask=attention_mask, **others | {old: cache})
+
+    def of_memory(self, hidden_states, memory=None, attention_mask=None, **others):
+        return kind.forward(self, hidden_states, attention_mask=attention_mask, **others | {old: memory})
+
+    forward = {"cache": of_cache, "memory": of_memory}[name]
+    layer.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "lfm2"])
+def test_recurrent_layer_may_name_its_cache_as_in_5_24(kind):
+    model, ids = make(kind), tokens()
+    expected = on_one_device(model, ids)
+    for layer in recurrent_layers(model):
+        _name_cache(layer, "cache")
+    for answer in on_ranks(2, model, ids):
+        assert_near(answer, expected)
+
+
+def test_recurrent_layer_without_known_cache_is_rejected():
+    model = make("lfm2")
+    for layer in recurrent_layers(model):
+        _name_cache(layer, "memory")
+    with pytest.raises(UnsupportedError, match="Lfm2ForCausalLM cannot be sharded"):
+        parallelize(model, mesh_without_peer())
 
 
 class LosesStates(TransportWrapper):

@@ -16,6 +16,7 @@ from transformers import (
     BertModel,
     CLIPTextConfig,
     CLIPTextModel,
+    DynamicCache,
     FNetConfig,
     FNetForMaskedLM,
     LlamaConfig,
@@ -61,6 +62,8 @@ ENCODER = BertConfig(**{**SIZES, "pad_token_id": 0}, hidden_dropout_prob=0.0, at
         ({"attention_mask": torch.ones(1, 1, 24, 24)}, UnsupportedError, "attention_mask"),
         ({"attention_mask": {"full_attention": None}}, UnsupportedError, "attention_mask"),
         ({"use_cache": True}, UnsupportedError, "use_cache"),
+        ({"past_key_values": DynamicCache()}, UnsupportedError, "no KV cache"),
+        ({"cache": DynamicCache()}, UnsupportedError, "no KV cache"),  # its name since 5.24
         ({"logits_to_keep": 1}, UnsupportedError, "logits_to_keep"),
         ({"output_attentions": True}, UnsupportedError, "output_attentions"),
         ({"shift_labels": None}, InputError, "shift_labels"),
