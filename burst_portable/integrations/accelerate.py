@@ -27,7 +27,7 @@ from burst_portable.integrations.transformers.models.adapters import check_adapt
 from burst_portable.integrations.transformers.models.model_parts import part_below_head
 from burst_portable.integrations.transformers.parallel import parallelize
 from burst_portable.integrations.transformers.sharded_model import ShardedModel, sharded_model_of
-from burst_portable.integrations.versions import importing
+from burst_portable.integrations.versions import check_version, importing
 from burst_portable.mesh import Mesh
 
 with importing("accelerate", "burst-portable[transformers]"):
@@ -70,6 +70,7 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
         layout: str | None = None,
         kernel: str = "auto",
     ) -> None:
+        check_version("accelerate", "1.12", "2", extra="transformers")
         self.sequence_size, self._replicas = cp_size, dp_replicate_size
         self.has_model = self.gathers_rows = False
         self._counts_every_rank = False

@@ -21,6 +21,7 @@ from burst_portable.integrations.transformers.models.padding_positions import ha
 from burst_portable.integrations.transformers.models.recurrent_layers import RECURRENT_TYPES, recurrent_layers
 from burst_portable.integrations.transformers.models.signatures import parameters_of
 from burst_portable.integrations.transformers.models.token_mixing import token_mixing_module
+from burst_portable.integrations.versions import check_version
 from burst_portable.mesh import Mesh
 
 _READS_SINGLE_TOKENS = "a head or a pooler that reads single tokens, which only one rank has"
@@ -39,8 +40,10 @@ def check_model(model: Any, *, full_batches: bool = False) -> None:
 
     Raises:
         InputError: If it is not a Transformers model.
-        UnsupportedError: If it is not supported; the message contains the reason.
+        UnsupportedError: If it, or the version of Transformers, is not supported; the message contains the reason.
     """
+    # Earlier versions of ESM count positions from the first token of a shard. Mask functions before 5.4 are others.
+    check_version("transformers", "5.6", "6", extra="transformers")
     if not isinstance(model, PreTrainedModel):
         raise InputError(
             "parallelize needs a transformers model",
