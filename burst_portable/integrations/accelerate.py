@@ -113,11 +113,11 @@ class SequenceParallelism(ParallelismConfig):  # type: ignore[misc]  # accelerat
     @contextmanager
     def counting_every_rank(self) -> Iterator[None]:
         """Report no ranks that share a sequence, so that code of transformers divides no count by their number."""
-        self._counts_every_rank = True
+        before, self._counts_every_rank = self._counts_every_rank, True
         try:
             yield
         finally:
-            self._counts_every_rank = False
+            self._counts_every_rank = before
 
     @property
     def non_dp_dim_names(self) -> list[str]:

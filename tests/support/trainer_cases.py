@@ -122,9 +122,13 @@ class OlderTrainer(Trainer):
     """Trainer that counts labels as transformers before 5.19: divided by the ranks of a sequence, and rounded down."""
 
     def _get_num_items_in_batch(self, *arguments: Any, **named: Any) -> Any:
-        count = super()._get_num_items_in_batch(*arguments, **named)
         config = self.accelerator.parallelism_config
-        return count if count is None or config is None else count // config.non_data_parallel_size
+        if config is None:
+            return super()._get_num_items_in_batch(*arguments, **named)
+        divisor = config.non_data_parallel_size
+        with config.counting_every_rank():  # if the installed version divides, too
+            count = super()._get_num_items_in_batch(*arguments, **named)
+        return count if count is None else count // divisor
 
 
 class OlderSequenceTrainer(SequenceTrainer, OlderTrainer):
